@@ -1,0 +1,130 @@
+"""The configuration tree: frozen, complete, torch-free; command-line flags and child processes are made from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from headrace.errors import UserError
+
+DeviceName = Literal["auto", "cpu", "cuda"]
+DtypeName = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutConfig:
+    """How many ways the model is split. `ep > 1` alone implies `tp = ep`."""
+
+    pp: int = 1
+    """Pipeline stages."""
+    tp: int = 1
+    """Tensor-parallel ranks a stage."""
+    ep: int = 1
+    """Ranks of a stage over which whole experts are spread; alone it implies as many tensor-parallel ranks."""
+    split: tuple[int, ...] | None = None
+    """Layers of each stage, first to last; by default the split that levels the stages' time."""
+
+    def __post_init__(self) -> None:
+        for flag, value in (("--pp", self.pp), ("--tp", self.tp), ("--ep", self.ep)):
+            if value < 1:
+                raise UserError(f"{flag} {value}: must be at least 1")
+        if self.ep > 1 and self.tp == 1:
+            object.__setattr__(self, "tp", self.ep)
+        if self.tp % self.ep:
+            raise UserError(f"--ep {self.ep}: must divide --tp {self.tp}")
+        if self.split is not None:
+            if len(self.split) != self.pp:
+                raise UserError(f"--split names {len(self.split)} stages, --pp says {self.pp}")
+            if min(self.split) < 1:
+                raise UserError(f"--split {','.join(map(str, self.split))}: every stage needs at least one layer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model, in which type, on which device."""
+
+    model: str | None = None
+    """A folder, a .gguf file or a hub id; None is the embedded default."""
+    device: DeviceName = "auto"
+    dtype: DtypeName = "auto"
+    max_len: int | None = None
+    """Longest request in tokens, prompt and output together; by default what the model and the KV cache allow."""
+    seed: int = 0
+    """Seed from which requests that bring none are given theirs."""
+
+    def __post_init__(self) -> None:
+        if self.max_len is not None and self.max_len < 2:
+            raise UserError(f"--max-len {self.max_len}: must be at least 2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """What one step may hold and where the KV cache ends."""
+
+    max_running: int = 256
+    """Most requests that hold KV pages at once."""
+    chunk: int | None = None
+    """Most tokens one step computes; by default 512 on a CPU and 8192 on a GPU."""
+    page_size: int = 16
+    """Tokens of a KV page."""
+    kv_memory: int | None = None
+    """Bytes of KV cache on each rank; by default from the memory that is free."""
+
+    def __post_init__(self) -> None:
+        for flag, value in (
+            ("--max-running", self.max_running),
+            ("--chunk", self.chunk),
+            ("--page-size", self.page_size),
+            ("--kv-memory", self.kv_memory),
+        ):
+            if value is not None and value < 1:
+                raise UserError(f"{flag} {value}: must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """How the processes of one engine talk and what they record."""
+
+    transport: Literal["ipc", "tcp"] = "ipc"
+    """How engine and workers are joined: sockets in a private directory, or encrypted TCP."""
+    timeout_s: float = 60.0
+    """Deadline of every wait between ranks, in seconds."""
+    trace: str | None = None
+    """Folder for a record of every stage's steps (one JSON line a step and rank)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything the engine and its workers need: no HTTP in it."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpConfig:
+    """Where and as what the model is served."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 picks a free one."""
+    served_name: str | None = None
+    """Name of the model in requests; by default its folder's, file's or hub's name."""
+    api_key: str | None = None
+    """Bearer token that every /v1 request must carry."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise UserError(f"--port {self.port}: must be between 0 and 65535")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """`headrace serve`."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    http: HttpConfig = field(default_factory=HttpConfig)
+    json_ready: bool = False
+    """Print one JSON line on standard output when ready, and nothing else there."""

@@ -1,0 +1,1 @@
+"""The engine: one process that decides, clients that ask it, workers that obey it."""

@@ -1,0 +1,51 @@
+"""`python -m headrace.engine --dir DIR --report-fd N`: the engine's process."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import msgspec
+
+from headrace.engine.loop import Engine
+from headrace.step import EngineStatus
+from headrace.supervise.child import Progress, Ready, attach, run_child, stop_on_sigterm
+from headrace.supervise.private import read_config
+from headrace.telemetry.log import setup
+from headrace.weights.source import read_spec, resolve
+
+
+def main() -> None:
+    """Serve the configuration in DIR until SIGTERM."""
+    parser = argparse.ArgumentParser(prog="headrace.engine", description=__doc__)
+    parser.add_argument("--dir", type=Path, required=True, help="private directory of this engine")
+    parser.add_argument("--report-fd", type=int, default=None, help="pipe on which to report")
+    args = parser.parse_args()
+    setup("engine")
+    reporter = attach(args.report_fd)
+
+    def serve() -> None:
+        config = read_config(args.dir).engine
+        assert config.model.model is not None
+        engine = Engine(config, read_spec(resolve(config.model.model, say=lambda _: None)), args.dir)
+        stop_on_sigterm(engine.stop)
+
+        def progress(done: int, total: int) -> None:
+            reporter.report(Progress("engine", "loading weights", done, total))
+
+        def ready(status: EngineStatus) -> None:
+            fields = {
+                "kv_tokens": status.kv_tokens,
+                "max_len": status.max_len,
+                "load_s": status.load_s,
+                "stages": [msgspec.to_builtins(stage) for stage in status.stages],
+            }
+            reporter.report(Ready("engine", fields))
+
+        engine.run(progress, ready)
+
+    run_child("engine", serve, reporter)
+
+
+if __name__ == "__main__":
+    main()

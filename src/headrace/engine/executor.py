@@ -1,0 +1,181 @@
+"""The engine's side of the workers: brings them up, sends every plan to all, hears the last stage's results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+
+from headrace.config import EngineConfig
+from headrace.errors import Fault, PeerLost, UserError
+from headrace.mesh import Mesh
+from headrace.step import (
+    Allocate,
+    Join,
+    Loaded,
+    LoadProgress,
+    Prepared,
+    StageStats,
+    Start,
+    StepPlan,
+    StepResult,
+    Stop,
+    WorkerMessage,
+    WorkerStats,
+)
+
+JOIN_TIMEOUT_S = 180.0
+"""A worker's first sign of life: starting Python and importing torch from a cold disk."""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The KV cache that all stages can hold."""
+
+    num_pages: int
+    page_size: int
+    stage_tokens: tuple[int, ...]
+    """What each stage alone could hold, in tokens; the least of them is everyone's."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Token slots."""
+        return self.num_pages * self.page_size
+
+
+@dataclass
+class _Ranks:
+    joined: set[int] = field(default_factory=set)
+    progress: dict[int, tuple[int, int]] = field(default_factory=dict)
+    loaded: dict[int, Loaded] = field(default_factory=dict)
+    prepared: dict[int, Prepared] = field(default_factory=dict)
+    stats: dict[int, WorkerStats] = field(default_factory=dict)
+
+
+class Executor:
+    """All workers of one engine, behind one socket."""
+
+    def __init__(self, socket: zmq.Socket[bytes], config: EngineConfig, mesh: Mesh, store: str) -> None:
+        self.socket = socket
+        self._config, self._mesh, self._store = config, mesh, store
+        self._addresses = [f"rank-{rank}".encode() for rank in range(mesh.num_ranks)]
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(WorkerMessage).decode
+        self._ranks = _Ranks()
+
+    # --- bringing up ------------------------------------------------------------------------------------------------
+
+    def load(self, on_progress: Callable[[int, int], None], idle: Callable[[], None]) -> dict[int, Loaded]:
+        """Wait for every rank to join and load. `on_progress` gets bytes done and in all; `idle` is called often."""
+        ranks, started = self._ranks, time.monotonic()
+        while len(ranks.loaded) < self._mesh.num_ranks:
+            idle()
+            missing = sorted(set(range(self._mesh.num_ranks)) - ranks.joined)
+            if missing and time.monotonic() - started > JOIN_TIMEOUT_S:
+                raise PeerLost(f"rank {missing[0]} did not start within {JOIN_TIMEOUT_S:g} s")
+            if self.socket.poll(100):
+                for _ in self.results():
+                    raise Fault("a result came before any plan")
+                if ranks.progress:
+                    done = sum(d for d, _ in ranks.progress.values())
+                    on_progress(done, sum(t for _, t in ranks.progress.values()))
+        return ranks.loaded
+
+    def allocate(self, max_len: int, num_pages: int) -> dict[int, Prepared]:
+        """Have every rank make its KV cache; returns when all can run plans."""
+        self._to_all(Allocate(num_pages=num_pages, max_len=max_len))
+        deadline = time.monotonic() + self._config.run.timeout_s
+        while len(self._ranks.prepared) < self._mesh.num_ranks:
+            if time.monotonic() > deadline:
+                missing = sorted(set(range(self._mesh.num_ranks)) - self._ranks.prepared.keys())
+                raise PeerLost(f"rank {missing[0]} did not prepare its KV cache in time (--timeout)")
+            if self.socket.poll(100):
+                for _ in self.results():
+                    raise Fault("a result came before any plan")
+        return self._ranks.prepared
+
+    def capacity(self, most_tokens: int) -> Capacity:
+        """Pages that every stage can hold, no more than `most_tokens` can fill. Raises UserError if that is none."""
+        page_size = self._config.schedule.page_size
+        pages_of = [
+            min(self._ranks.loaded[rank].kv_memory // self._ranks.loaded[rank].kv_page_bytes for rank in ranks)
+            for ranks in (self._mesh.ranks_of(stage) for stage in range(self._mesh.pp))
+        ]
+        least = min(pages_of)
+        if least < 1 or least * page_size < 2:
+            stage = pages_of.index(least)
+            loaded = self._ranks.loaded[self._mesh.ranks_of(stage)[0]]
+            raise UserError(
+                f"--kv-memory {loaded.kv_memory}: stage {stage} needs {loaded.kv_page_bytes} bytes for each page of "
+                f"{page_size} tokens, and at least 2 tokens"
+            )
+        num_pages = min(least, -(-most_tokens // page_size))
+        return Capacity(num_pages, page_size, tuple(pages * page_size for pages in pages_of))
+
+    # --- running ----------------------------------------------------------------------------------------------------
+
+    def send(self, plan: StepPlan) -> None:
+        """Every rank gets the same bytes."""
+        self._to_all(plan)
+
+    def results(self) -> Iterator[StepResult]:
+        """The results that have come; everything else that workers say is taken in on the way."""
+        while True:
+            try:
+                _, data = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = self._decode(data)
+            if isinstance(message, StepResult):
+                yield message
+            else:
+                self._take(message)
+
+    def _take(self, message: Join | LoadProgress | Loaded | Prepared | WorkerStats) -> None:
+        ranks = self._ranks
+        if isinstance(message, Join):
+            ranks.joined.add(message.rank)
+            config = msgspec.msgpack.encode(self._config)
+            self.socket.send_multipart([self._addresses[message.rank], self._encode(Start(config, self._store))])
+        elif isinstance(message, LoadProgress):
+            ranks.progress[message.rank] = (message.done_bytes, message.total_bytes)
+        elif isinstance(message, Loaded):
+            ranks.loaded[message.rank] = message
+        elif isinstance(message, Prepared):
+            ranks.prepared[message.rank] = message
+        else:
+            ranks.stats[message.rank] = message
+
+    def stop(self) -> None:
+        """Let every worker end."""
+        self._to_all(Stop())
+
+    def stage_stats(self, active_s: float) -> list[StageStats]:
+        """The latest counters of each stage, as its first rank tells them."""
+        found = []
+        for stage in range(self._mesh.pp):
+            leader = self._mesh.ranks_of(stage)[0]
+            loaded, prepared = self._ranks.loaded.get(leader), self._ranks.prepared.get(leader)
+            stats, layers = self._ranks.stats.get(leader), self._mesh.layers_of(stage)
+            found.append(
+                StageStats(
+                    stage=stage,
+                    first_layer=layers.start,
+                    num_layers=len(layers),
+                    weight_bytes=loaded.weight_bytes if loaded else 0,
+                    kv_bytes=prepared.kv_bytes if prepared else 0,
+                    num_steps=stats.num_steps if stats else 0,
+                    num_tokens=stats.num_tokens if stats else 0,
+                    busy_s=stats.busy_s if stats else 0.0,
+                    active_s=active_s,
+                )
+            )
+        return found
+
+    def _to_all(self, message: Allocate | StepPlan | Stop) -> None:
+        data = self._encode(message)
+        for address in self._addresses:
+            self.socket.send_multipart([address, data])

@@ -1,0 +1,44 @@
+"""From what a client submits to what the scheduler takes, checked so that nothing bad reaches a worker."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from headrace.errors import UserError
+from headrace.schedule.request import Request
+from headrace.spec import ModelSpec
+from headrace.step import SamplingParams, Submit, unpack
+
+WARM_UP = "warm-up"
+
+
+class Intake:
+    """Checks and translates the requests of one model."""
+
+    def __init__(self, spec: ModelSpec, seed: int) -> None:
+        self._spec = spec
+        self._eos_ids = [token for token in spec.eos_ids if token < spec.vocab_size]
+        self._random = random.Random(seed)
+
+    def request(self, key: str, submit: Submit) -> Request:
+        """The scheduler's request, named `key`. Raises UserError naming the field."""
+        tokens, vocab = unpack(submit.tokens), self._spec.vocab_size
+        if not len(tokens):
+            raise UserError("prompt: is empty")
+        if int(tokens.min()) < 0 or int(tokens.max()) >= vocab:
+            raise UserError(f"prompt: token ids must be between 0 and {vocab - 1}")
+        try:
+            submit.sampling.validate(vocab)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        # Drawn even where it is not needed, so that a seed depends on the place among the submissions alone.
+        seed = self._random.getrandbits(63)
+        return Request.from_sampling(key, submit.tokens, submit.sampling, eos_ids=self._eos_ids, seed=seed)
+
+
+def warm_up(length: int) -> Submit:
+    """A request that passes every stage: a prompt of `length` tokens, then a decode."""
+    tokens = np.zeros(length, dtype="<i4").tobytes()
+    return Submit(WARM_UP, tokens, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))

@@ -1,0 +1,1 @@
+"""The layers models are made of: single-device code that gets its share of the mesh as an `Axis`."""

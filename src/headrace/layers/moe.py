@@ -1,0 +1,170 @@
+"""Mixture of experts: router, routed experts (whole ones over the expert axis, slices over the slice axis), shared ones.
+
+Shapes: T tokens, D hidden, E experts, X local experts, k chosen, I local intermediate.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from headrace.kernels.experts import grouped_experts
+from headrace.kernels.routing import route_sigmoid, route_softmax
+from headrace.layers.axis import Axis
+from headrace.layers.build import Build
+from headrace.layers.linear import WORD
+from headrace.layers.mlp import Mlp
+from headrace.spec import Int4Spec, MoeSpec
+from headrace.weights.formats import dequantise
+from headrace.weights.slots import Slot
+
+
+class Router(nn.Module):
+    """Scores every expert for every token; the same on every rank."""
+
+    def __init__(self, build: Build, moe: MoeSpec) -> None:
+        super().__init__()
+        self.moe = moe
+        self.weight = build.empty(moe.num_experts, build.spec.hidden)
+        self.bias = build.empty(moe.num_experts, dtype=torch.float32) if moe.selection_bias else None
+
+    def slots(self, name: str, expert: int | None = None) -> dict[str, Slot]:
+        """The score matrix and the selection bias."""
+        rows, columns = self.weight.shape
+        found = {"weight": Slot(self.weight.data, (slice(0, rows), slice(0, columns)), (rows, columns))}
+        if self.bias is not None:
+            found["e_score_correction_bias"] = Slot(self.bias.data, (slice(0, rows),), (rows,))
+        return found
+
+    def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(weights [T, k] float32, expert ids [T, k])."""
+        moe = self.moe
+        if moe.scoring == "softmax":
+            logits = nn.functional.linear(x_TD, self.weight).float()
+            return route_softmax(logits, moe.top_k, normalise=moe.normalise)
+        return route_sigmoid(
+            nn.functional.linear(x_TD.float(), self.weight.float()),
+            self.bias,
+            moe.top_k,
+            num_groups=moe.num_groups,
+            topk_groups=moe.topk_groups,
+            normalise=moe.normalise,
+            scale=moe.scale,
+        )
+
+
+class ExpertStack(nn.Module):
+    """One product of all local experts: [X, parts * rows, columns], plain or INT4 as stored.
+
+    rows: the local slice of each part's output dim; columns: the local slice of the input dim.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        experts: range,
+        parts: tuple[str, ...],
+        shape: tuple[int, int],
+        rows: range,
+        columns: range,
+        int4: Int4Spec | None,
+    ) -> None:
+        super().__init__()
+        self.experts, self.parts, self.shape, self.rows, self.columns = experts, parts, shape, rows, columns
+        self.int4 = int4
+        held, out, width = len(experts), len(parts) * len(rows), len(columns)
+        if int4 is None:
+            self.weight = build.empty(held, out, width)
+        else:
+            self.packed = build.empty(held, out, width // WORD, dtype=torch.int32)
+            self.scale = build.empty(held, out, width // int4.group_size, dtype=torch.bfloat16)
+
+    def slots(self, name: str, expert: int | None = None) -> dict[str, Slot]:
+        """Where one expert's matrix goes; nothing if another rank holds that expert."""
+        assert expert is not None
+        if expert not in self.experts:
+            return {}
+        local, count = expert - self.experts.start, len(self.rows)
+        first = self.parts.index(name) * count
+        here = slice(first, first + count)
+        rows = slice(self.rows.start, self.rows.stop)
+        out, width = self.shape
+        if self.int4 is None:
+            columns = slice(self.columns.start, self.columns.stop)
+            return {"weight": Slot(self.weight.data[local, here], (rows, columns), (out, width))}
+
+        def cut(by: int) -> slice:
+            return slice(self.columns.start // by, self.columns.stop // by)
+
+        group = self.int4.group_size
+        return {
+            "weight_packed": Slot(self.packed.data[local, here], (rows, cut(WORD)), (out, width // WORD)),
+            "weight_scale": Slot(self.scale.data[local, here], (rows, cut(group)), (out, width // group)),
+        }
+
+    def matrix(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
+        """A local expert's [out, in]."""
+        if self.int4 is None:
+            return self.weight[expert]
+        return dequantise(self.packed[expert], self.scale[expert], dtype)
+
+
+class Experts(nn.Module):
+    """The routed experts held here. The result is this rank's share of the sum."""
+
+    def __init__(self, build: Build, moe: MoeSpec, int4: Int4Spec | None) -> None:
+        super().__init__()
+        hidden, width = build.spec.hidden, moe.intermediate
+        self.held = build.expert.share(moe.num_experts)
+        inner = build.expert_slice.share(width)
+        self.gate_up = ExpertStack(build, self.held, ("gate", "up"), (width, hidden), inner, range(hidden), int4)
+        self.down = ExpertStack(build, self.held, ("down",), (hidden, width), range(hidden), inner, int4)
+
+    def slots(self, name: str, expert: int | None = None) -> dict[str, Slot]:
+        """Where one expert's `gate`, `up` or `down` goes."""
+        return (self.down if name == "down" else self.gate_up).slots(name, expert)
+
+    def forward(self, x_TD: torch.Tensor, weights_Tk: torch.Tensor, ids_Tk: torch.Tensor) -> torch.Tensor:
+        return grouped_experts(x_TD, weights_Tk, ids_Tk, self.gate_up, self.down, self.held)
+
+
+class Replicated:
+    """How tokens reach experts when every rank of a stage has every token: nothing moves out, sums come back.
+
+    The seam for attention replicas: an all-to-all would move tokens in `dispatch` and their results in `combine`.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def dispatch(
+        self, x_TD: torch.Tensor, weights_Tk: torch.Tensor, ids_Tk: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The tokens to compute here, with their choices."""
+        return x_TD, weights_Tk, ids_Tk
+
+    def combine(self, partial_TD: torch.Tensor) -> torch.Tensor:
+        """The sum of what all ranks computed for these tokens."""
+        return self.axis.all_reduce(partial_TD)
+
+
+class Moe(nn.Module):
+    """Router, routed experts and shared experts; one sum over the stage's ranks."""
+
+    def __init__(
+        self, build: Build, moe: MoeSpec, *, routed_int4: Int4Spec | None, shared_int4: Int4Spec | None = None
+    ) -> None:
+        super().__init__()
+        self.router = Router(build, moe)
+        self.experts = Experts(build, moe, routed_int4)
+        self.shared = (
+            Mlp(build, moe.shared_intermediate, int4=shared_int4, reduce=False) if moe.shared_intermediate else None
+        )
+        self.transport = Replicated(build.tensor)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        sent, weights, ids = self.transport.dispatch(x_TD, *self.router(x_TD))
+        partial: torch.Tensor = self.experts(sent, weights, ids)
+        if self.shared is not None:
+            partial += self.shared(x_TD)
+        return self.transport.combine(partial)

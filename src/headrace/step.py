@@ -1,0 +1,347 @@
+"""What crosses a process boundary: requests, plans, results and status, as msgpack with a schema.
+
+Arrays travel as little-endian bytes (`pack`/`unpack`), so a plan costs a few bytes a row and no Python object a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+def pack(values: Sequence[int] | Int32Array) -> bytes:
+    """Encode integers as little-endian int32 bytes."""
+    return np.ascontiguousarray(values, dtype="<i4").tobytes()
+
+
+def unpack(data: bytes, width: int = 1) -> Int32Array:
+    """Decode `pack`: shape [n] for width 1, else [n, width]. The array is a read-only view of the bytes."""
+    array = np.frombuffer(data, dtype="<i4")
+    return array if width == 1 else array.reshape(-1, width)
+
+
+# --- what a user asks for -------------------------------------------------------------------------------------------
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How tokens are chosen and when a request ends. Values are checked by `validate`, which names the field."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """0 keeps every token."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    """Over prompt and output, as in transformers; 1 is none."""
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    """None: one is drawn for the request when it is submitted."""
+    logprobs: int | None = None
+    """None: none; n: the chosen token's and the n best tokens' log-probabilities, of the model's own distribution."""
+    prompt_logprobs: int | None = None
+    """The same for every prompt position but the first."""
+    max_tokens: int | None = None
+    """Most tokens to generate; None: up to the model's length. 0 only with prompt_logprobs or echo."""
+    min_tokens: int = 0
+    """No stop token is sampled before so many tokens."""
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    """Texts that end the request; never part of the output."""
+    stop_token_ids: tuple[int, ...] = ()
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise ValueError naming the field whose value cannot be used."""
+        checks: tuple[tuple[str, bool, str], ...] = (
+            ("temperature", 0.0 <= self.temperature <= 100.0, "must be between 0 and 100"),
+            ("top_k", -1 <= self.top_k, "must be 0 (all), or at least 1"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "must be above 0 and at most 1"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "must be between 0 and 1"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "must be between -2 and 2"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "must be between -2 and 2"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "must be above 0 and at most 100"),
+            ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "must fit 64 bits"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "must be between 0 and 20"),
+            (
+                "prompt_logprobs",
+                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20,
+                "must be between 0 and 20",
+            ),
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 0, "must be at least 0"),
+            ("min_tokens", self.min_tokens >= 0, "must be at least 0"),
+            ("logit_bias", len(self.logit_bias) <= 1024, "holds more than 1024 tokens"),
+            (
+                "logit_bias",
+                all(0 <= t < vocab_size and -100.0 <= b <= 100.0 for t, b in self.logit_bias.items()),
+                f"needs token ids under {vocab_size} and values between -100 and 100",
+            ),
+            ("stop", len(self.stop) <= 16 and all(self.stop), "takes at most 16 non-empty texts"),
+            (
+                "stop_token_ids",
+                len(self.stop_token_ids) <= 256 and all(0 <= t < vocab_size for t in self.stop_token_ids),
+                f"needs at most 256 ids under {vocab_size}",
+            ),
+            (
+                "min_tokens",
+                self.max_tokens is None or self.min_tokens <= self.max_tokens,
+                "must not be above max_tokens",
+            ),
+        )
+        for name, good, problem in checks:
+            if not good:
+                raise ValueError(f"{name}: {problem}")
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """Client to engine: a request. Its id is unique within the client."""
+
+    request_id: str
+    tokens: bytes
+    """Prompt, packed int32, at least one token."""
+    sampling: SamplingParams
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Client to engine: these requests are no longer wanted."""
+
+    request_ids: list[str]
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Client to engine: send me status from now on."""
+
+
+ClientMessage = Submit | Abort | Hello
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position: the token's own, then the best tokens', most likely first."""
+
+    token: int
+    logprob: float
+    top_tokens: list[int] = []
+    top_logprobs: list[float] = []
+
+
+class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """Engine to client: what one step added to a request. Tokens that end it (EOS, stop ids) are included."""
+
+    request_id: str
+    tokens: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    """One entry a token, where asked for."""
+    prompt_logprobs: list[TokenLogprobs] = []
+    """All prompt positions but the first, in one output (the last before or with the first token), where asked for."""
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    """One line, with finish_reason `error`."""
+    queued_s: float = 0.0
+    """Time from submission to the first step, in the first output only."""
+
+
+class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
+    """Engine to client: all that a step produced for that client's requests."""
+
+    outputs: list[Output]
+
+
+class StageStats(msgspec.Struct, frozen=True):
+    """One stage's counters since start."""
+
+    stage: int
+    first_layer: int
+    num_layers: int
+    weight_bytes: int
+    """Resident weight bytes of each of its ranks."""
+    kv_bytes: int
+    """KV cache bytes of each of its ranks."""
+    kv_tokens: int = 0
+    """Tokens that its ranks alone could hold; the least over the stages is everyone's."""
+    num_steps: int = 0
+    num_tokens: int = 0
+    """Positions computed."""
+    busy_s: float = 0.0
+    """Time spent in forward passes."""
+    active_s: float = 0.0
+    """Time during which the engine had plans in flight: busy share = busy_s / active_s."""
+
+
+class EngineStatus(msgspec.Struct, frozen=True, tag="status"):
+    """Engine to client: sent at every change of phase and about once a second."""
+
+    phase: Literal["starting", "loading", "warming", "ready", "stopping"]
+    detail: str = ""
+    num_running: int = 0
+    num_waiting: int = 0
+    num_preemptions: int = 0
+    kv_tokens: int = 0
+    """Capacity of the KV cache in tokens."""
+    kv_usage: float = 0.0
+    """Share of its pages in use."""
+    max_len: int = 0
+    """Longest request in tokens, prompt and output together."""
+    vocab_size: int = 0
+    """Token ids of prompts are below it."""
+    load_s: float = 0.0
+    layout: dict[str, int] = {}
+    """Degrees: pp, tp, ep."""
+    stages: list[StageStats] = []
+    host_s: float = 0.0
+    """Time the engine spent on scheduling, encoding and results since start."""
+
+
+EngineMessage = Outputs | EngineStatus
+
+
+# --- engine and workers ---------------------------------------------------------------------------------------------
+
+
+class SamplerSpec(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What the sampler on the last stage needs of a request's `SamplingParams`."""
+
+    seed: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: list[int] = []
+    """Every id that ends the request: not sampled before min_tokens."""
+
+
+class Register(msgspec.Struct, frozen=True, array_like=True):
+    """A slot begins a life: a request, or one that was pre-empted and comes again with what it had generated."""
+
+    slot: int
+    tokens: bytes
+    """Prompt and generated tokens so far, packed int32."""
+    num_prompt: int
+    """How many of them are the user's prompt."""
+    sampler: SamplerSpec
+
+
+ROW_WIDTH = 4
+"""A row is (slot, start, count, samples): positions start..start+count-1; samples = 1 where its last position samples."""
+
+
+class StepPlan(msgspec.Struct, frozen=True, tag="plan", array_like=True):
+    """One step of every stage. Deltas come first, in this order: free, register, pages; then the rows compute.
+
+    Workers execute plans strictly by id, so a page or slot freed here may be given away in the same plan.
+    """
+
+    plan_id: int
+    rows: bytes
+    """Packed int32 [R, ROW_WIDTH]."""
+    free: list[int] = []
+    """Slots whose life ended."""
+    register: list[Register] = []
+    pages: bytes = b""
+    """Packed int32 [n, 2]: (slot, page id), appended to the slot's page table in order."""
+    replica: int = 0
+    """The attention replica that runs this plan; always 0 today."""
+
+
+class StepResult(msgspec.Struct, frozen=True, tag="result", array_like=True):
+    """What the last stage answers for a plan, in the order of its sampling rows."""
+
+    plan_id: int
+    tokens: bytes
+    """Packed int32, one a sampling row."""
+    logprobs: dict[int, TokenLogprobs] = {}
+    """By index of the sampling row, where asked for."""
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    """By row index: one entry for each position of the row whose next token is in the prompt, where asked for."""
+
+
+class Join(msgspec.Struct, frozen=True, tag="join", array_like=True):
+    """Worker to engine: I am here."""
+
+    rank: int
+    pid: int
+
+
+class Start(msgspec.Struct, frozen=True, tag="start", array_like=True):
+    """Engine to worker: what to be. `config` is an `EngineConfig` in msgpack, every "auto" resolved."""
+
+    config: bytes
+    store: str
+    """Rendezvous of the process groups: `file:///...` or `tcp://host:port`."""
+
+
+class LoadProgress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
+    """Worker to engine: bytes of weights read so far."""
+
+    rank: int
+    done_bytes: int
+    total_bytes: int
+
+
+class Loaded(msgspec.Struct, frozen=True, tag="loaded", array_like=True):
+    """Worker to engine: weights are resident."""
+
+    rank: int
+    weight_bytes: int
+    kv_page_bytes: int
+    """Bytes of one KV page over the layers of this rank."""
+    kv_memory: int
+    """Bytes this rank can give the KV cache."""
+    load_s: float
+    notes: list[str] = []
+    """Things the user should be told (ignored tensors, say)."""
+
+
+class Allocate(msgspec.Struct, frozen=True, tag="allocate", array_like=True):
+    """Engine to worker: make the KV cache, prepare to run plans."""
+
+    num_pages: int
+    max_len: int
+
+
+class Prepared(msgspec.Struct, frozen=True, tag="prepared", array_like=True):
+    """Worker to engine: plans may come."""
+
+    rank: int
+    kv_bytes: int
+
+
+class WorkerStats(msgspec.Struct, frozen=True, tag="stats", array_like=True):
+    """Worker to engine: counters since start (see `StageStats`)."""
+
+    rank: int
+    num_steps: int
+    num_tokens: int
+    busy_s: float
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """Child to supervisor: why I end. `secondary`: another rank is the likely cause."""
+
+    who: str
+    message: str
+    user_error: bool = False
+    secondary: bool = False
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop", array_like=True):
+    """Engine to worker: end cleanly."""
+
+
+WorkerMessage = Join | LoadProgress | Loaded | Prepared | WorkerStats | StepResult
+ToWorkerMessage = Start | Allocate | StepPlan | Stop

@@ -1,0 +1,47 @@
+"""`python -m headrace.worker --join URL --rank N --dir DIR --report-fd N`: one rank's process."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import zmq
+
+from headrace.channel import join
+from headrace.supervise.child import attach, run_child, stop_on_sigterm
+from headrace.supervise.private import read_config
+from headrace.telemetry.log import setup
+
+
+def main() -> None:
+    """Obey the engine in DIR until it says stop."""
+    parser = argparse.ArgumentParser(prog="headrace.worker", description=__doc__)
+    parser.add_argument("--join", required=True, help="where the engine listens for workers")
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--dir", type=Path, required=True, help="private directory of the engine")
+    parser.add_argument("--report-fd", type=int, default=None, help="pipe on which to report")
+    args = parser.parse_args()
+    layout = read_config(args.dir).engine.layout
+    who = f"worker rank {args.rank} (stage {args.rank // layout.tp})"
+    setup(who)
+    reporter = attach(args.report_fd)
+
+    def work() -> None:
+        # Here, not above: whatever goes wrong in importing torch is reported like everything else.
+        import torch
+
+        from headrace.worker.loop import Worker
+
+        torch.set_grad_enabled(False)
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        socket = join(zmq.Context(), args.join, identity=f"rank-{args.rank}".encode())
+        worker = Worker(socket, args.rank, os.getpid())
+        stop_on_sigterm(worker.stop)
+        worker.run()
+
+    run_child(who, work, reporter)
+
+
+if __name__ == "__main__":
+    main()

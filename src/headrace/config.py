@@ -46,7 +46,9 @@ class ModelConfig:
     model: str | None = None
     """A folder, a .gguf file or a hub id; None is the embedded default."""
     device: DeviceName = "auto"
+    """Where the ranks run, one a device; auto takes GPUs where they are."""
     dtype: DtypeName = "auto"
+    """Type of weights and activations; auto is bfloat16 on a GPU and float32 on a CPU."""
     max_len: int | None = None
     """Longest request in tokens, prompt and output together; by default what the model and the KV cache allow."""
     seed: int = 0
@@ -108,8 +110,9 @@ class HttpConfig:
     """Where and as what the model is served."""
 
     host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every network of the machine."""
     port: int = 8000
-    """0 picks a free one."""
+    """Port to listen on; 0 picks a free one."""
     served_name: str | None = None
     """Name of the model in requests; by default its folder's, file's or hub's name."""
     api_key: str | None = None

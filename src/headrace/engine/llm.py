@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -169,6 +170,11 @@ class LLM:
     def status(self) -> EngineStatus:
         """How the engine stood when it last spoke."""
         return self._status
+
+    @property
+    def directory(self) -> Path:
+        """The private directory of its processes; gone when it is closed."""
+        return self._private.path
 
     def close(self) -> None:
         """Stop every process and remove every file. Idempotent."""

@@ -16,6 +16,9 @@ from headrace.layers.norm import RMSNorm
 from headrace.layers.rotary import Rope, deinterleave, rotate
 from headrace.spec import GqaSpec, Int4Spec, MlaSpec
 
+LATENT_EPS = 1e-6
+"""Of the norms inside MLA, in the published models and in `transformers`, whatever rms_norm_eps the config names."""
+
 
 def kv_heads_at(spec: GqaSpec, axis: Axis) -> range:
     """The KV heads a rank holds: its share, or one that several ranks hold when there are fewer heads than ranks."""
@@ -83,9 +86,9 @@ class MlaAttention(nn.Module):
             self.q_norm = None
         else:
             self.down = Linear(build, hidden, [whole("q_a", spec.q_lora_rank), latent], int4=in_int4)
-            self.q_norm = RMSNorm(build, spec.q_lora_rank)
+            self.q_norm = RMSNorm(build, spec.q_lora_rank, eps=LATENT_EPS)
             self.q_up = Linear(build, spec.q_lora_rank, [shared("q_b", q_out, axis)], int4=q_int4)
-        self.kv_norm = RMSNorm(build, rank)
+        self.kv_norm = RMSNorm(build, rank, eps=LATENT_EPS)
         self.kv_up = Linear(
             build, rank, [shared("kv_b", spec.num_heads * (spec.nope_dim + spec.v_dim), axis)], int4=kv_int4
         )

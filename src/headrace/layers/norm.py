@@ -13,10 +13,10 @@ from headrace.weights.slots import Slot
 class RMSNorm(nn.Module):
     """Over the last dim, of size `dim`."""
 
-    def __init__(self, build: Build, dim: int) -> None:
+    def __init__(self, build: Build, dim: int, *, eps: float | None = None) -> None:
         super().__init__()
         self.weight = build.empty(dim)
-        self.eps = build.spec.norm_eps
+        self.eps = build.spec.norm_eps if eps is None else eps
 
     def slots(self, name: str, expert: int | None = None) -> dict[str, Slot]:
         """The weight's slot."""

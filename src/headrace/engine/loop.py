@@ -50,6 +50,9 @@ class Engine:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._listener = Listener(self._context, directory, config.run.transport)
         self._executor = Executor(self._listener.workers, config, self._mesh, f"file://{directory}/store")
+        self._poller = zmq.Poller()
+        self._poller.register(self._listener.clients, zmq.POLLIN)
+        self._poller.register(self._executor.socket, zmq.POLLIN)
         self._intake = Intake(spec, config.model.seed)
         self._scheduler: Scheduler | None = None
         self._capacity: Capacity | None = None
@@ -149,10 +152,7 @@ class Engine:
 
     def _turn(self) -> None:
         """Wait for something to happen, take it in, and plan."""
-        poller = zmq.Poller()
-        poller.register(self._listener.clients, zmq.POLLIN)
-        poller.register(self._executor.socket, zmq.POLLIN)
-        poller.poll(max(0.0, self._next_status_s - time.monotonic()) * 1000)
+        self._poller.poll(max(0.0, self._next_status_s - time.monotonic()) * 1000)
         began = time.monotonic()
         self._hear_clients()
         for result in self._executor.results():
@@ -219,6 +219,8 @@ class Engine:
             by_client.setdefault(origin.client, []).append(_output(origin.request_id, event))
         for client, outputs in by_client.items():
             self._send(client, outputs)
+        if not self._scheduler.has_work:
+            self._next_status_s = 0.0  # the last word before a silence should be true
 
     def _plan(self) -> None:
         if self._scheduler is None:

@@ -1,0 +1,1 @@
+"""What headrace says about itself: logs, metrics, traces."""

@@ -1,0 +1,74 @@
+"""Any layout, split, chunk, page size, load and memory gives what `transformers` gives, through the real server."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.text.tokenizer import load_tokenizer
+from headrace.weights.source import resolve
+from tests.parity import matrix
+from tests.parity.matrix import Case
+from tests.parity.reference import check, prompts
+from tests.parity.server import complete, metric, names_of, served
+from tests.tiny import TINY, VOCAB, load_reference, write_tiny
+
+MAX_TOKENS = {1: 16, 9: 24, 40: 12}
+"""By load; with tight pages every request grows past what it was admitted with."""
+LONGEST = 90
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("parity")
+
+
+@cache
+def model(root: Path, family: str) -> tuple[Path, Any, dict[str, int]]:
+    """A family's checkpoint, its reference, and its tokens' names."""
+    folder = write_tiny(root / family, family, seed=7, spelling="v5" if TINY.index(family) % 2 else "v4")
+    tokenizer = load_tokenizer(resolve(str(folder), say=lambda _: None))
+    return folder, load_reference(folder, root / f"{family}-plain"), names_of(tokenizer, VOCAB)
+
+
+def run(case: Case, root: Path, tmp_path: Path) -> None:
+    folder, reference, names = model(root, case.family)
+    longest = LONGEST if case.chunk > 1 else 30
+    asked = prompts(case.load, case.load, longest=longest)
+    max_len = longest + MAX_TOKENS[case.load]
+    # Tight: two of the longest requests fit, so growth pre-empts; each alone always fits.
+    room = 2 * max_len + 2 * case.page_size if case.pressure == "tight" else 64 * max_len
+    flags = ["--max-len", str(max_len), "--kv-memory", str(room * kv_bytes(case)), "--dtype", "float32"]
+    with served(str(folder), *case.flags, *flags, "--device", "cpu", stderr=tmp_path / "log") as server:
+        for i, written in enumerate(complete(server, asked, MAX_TOKENS[case.load], names, seed=3)):
+            assert len(written.tokens) == MAX_TOKENS[case.load]
+            check(reference, written, f"{case.name}, request {i}")
+        # The engine tells its status when it falls silent.
+        assert any(metric(server, "headrace:num_requests_running") == 0 for _ in range(500))
+
+
+def kv_bytes(case: Case) -> int:
+    """Bytes of a token on the rank that holds most of them."""
+    layers = max(map(int, split.split(","))) if (split := _flag(case, "--split")) else -(-case.num_layers // case.pp)
+    mla = case.family.startswith(("deepseek", "kimi"))
+    head_dim = 32 if case.family.startswith("qwen") else 16
+    values = 40 if mla else 2 * 2 * head_dim // (1 if case.ranks == "tp1" else 2)
+    return layers * values * 4
+
+
+def _flag(case: Case, name: str) -> str | None:
+    return case.flags[case.flags.index(name) + 1] if name in case.flags else None
+
+
+@pytest.mark.parametrize("case", matrix.pairwise(), ids=lambda case: case.name)
+def test_every_pair(case: Case, root: Path, tmp_path: Path) -> None:
+    run(case, root, tmp_path)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("case", matrix.whole(), ids=lambda case: case.name)
+def test_every_layout(case: Case, root: Path, tmp_path: Path) -> None:
+    run(case, root, tmp_path)

@@ -37,7 +37,7 @@ def test_every_layer_and_expert_has_exactly_its_ranks(pp: int, tp: int, ep: int)
 
 
 def test_k2_over_eight_stages_is_split_by_cost() -> None:
-    # The head is worth almost five MoE layers at one token a step, layer 0 is dense and dearer than a decoded MoE layer.
+    # At one token a step the head is worth almost five MoE layers, and layer 0, which is dense, two.
     assert build_mesh(LayoutConfig(pp=8), K25).split == (7, 8, 8, 8, 8, 9, 9, 4)
 
 

@@ -34,7 +34,9 @@ class Endpoints(msgspec.Struct, frozen=True):
 class Listener:
     """The engine's two ROUTER sockets."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], directory: Path, transport: Literal["ipc", "tcp"]) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], directory: Path, transport: Literal["ipc", "tcp"]
+    ) -> None:
         self.clients, self.workers = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)
         for socket in (self.clients, self.workers):
             socket.linger = 1000

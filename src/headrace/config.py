@@ -94,6 +94,10 @@ class RunConfig:
     trace: str | None = None
     """Folder for a record of every stage's steps (one JSON line a step and rank)."""
 
+    def __post_init__(self) -> None:
+        if not self.timeout_s > 0:
+            raise UserError(f"--timeout {self.timeout_s:g}: must be above 0")
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:

@@ -27,7 +27,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """`pp` stages of `tp` ranks; rank = stage * tp + tensor index; experts lie whole on `ep` groups of tp / ep ranks."""
+    """`pp` stages of `tp` ranks; rank = stage * tp + tensor index; experts lie whole on `ep` groups of tp / ep."""
 
     pp: int
     tp: int
@@ -147,7 +147,11 @@ def _check_division(mesh: Mesh, spec: ModelSpec) -> None:
 def _check_width(width: int, ways: int, flag: str, what: str, spec: ModelSpec, module: str) -> None:
     if width % ways:
         raise UserError(f"{flag} {ways}: does not divide the model's {what} {width}")
-    if spec.quant and spec.quant.covers(f"{spec.weight_prefix}model.{module}") and width // ways % spec.quant.group_size:
+    if (
+        spec.quant
+        and spec.quant.covers(f"{spec.weight_prefix}model.{module}")
+        and width // ways % spec.quant.group_size
+    ):
         raise UserError(
             f"{flag} {ways}: cuts the model's {what} {width} inside an INT4 group of {spec.quant.group_size}"
         )

@@ -154,7 +154,7 @@ class ModelSpec:
     weight_prefix: str = ""
     """What stands before the language model's tensor names in the checkpoint."""
     ignored: tuple[str, ...] = ()
-    """Regular expressions (full match) of tensor names that a checkpoint may hold and the language model does not use."""
+    """Regular expressions (full match) of tensor names that a checkpoint may hold and that are not used."""
     notes: tuple[str, ...] = ()
     """What the user should be told about how the model is served."""
     multimodal: bool = False
@@ -259,7 +259,9 @@ def spec_from_config(config: Config) -> ModelSpec:
     except KeyError as error:
         raise UnsupportedModel(f"config.json: field {error} is missing ({architecture})") from None
     except TypeError as error:
-        raise UnsupportedModel(f"config.json: a field has a value of the wrong type ({architecture}): {error}") from None
+        raise UnsupportedModel(
+            f"config.json: a field has a value of the wrong type ({architecture}): {error}"
+        ) from None
 
 
 def _llama(config: Config, architecture: str) -> ModelSpec:
@@ -409,9 +411,7 @@ def _replace(spec: ModelSpec, **changes: Any) -> ModelSpec:
     return replace(spec, **changes)
 
 
-def _finish(
-    config: Config, architecture: str, family: str, layers: tuple[LayerSpec, ...], rope: RopeSpec
-) -> ModelSpec:
+def _finish(config: Config, architecture: str, family: str, layers: tuple[LayerSpec, ...], rope: RopeSpec) -> ModelSpec:
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise UnsupportedModel(f"config.json: hidden_act {activation!r} is not supported; only 'silu' is")
@@ -463,7 +463,9 @@ def _quant(config: Any) -> Int4Spec | None:
     wanted = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
     for key, value in wanted.items():
         if weights.get(key) != value:
-            raise UnsupportedModel(f"quantization_config: weights.{key} {weights.get(key)!r}; only {value!r} is supported")
+            raise UnsupportedModel(
+                f"quantization_config: weights.{key} {weights.get(key)!r}; only {value!r} is supported"
+            )
     if weights.get("actorder"):
         raise UnsupportedModel("quantization_config: weights.actorder is not supported")
     if list(group.get("targets") or []) != ["Linear"]:

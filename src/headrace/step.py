@@ -64,7 +64,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """Raise ValueError naming the field whose value cannot be used."""
         checks: tuple[tuple[str, bool, str], ...] = (
             ("temperature", 0.0 <= self.temperature <= 100.0, "must be between 0 and 100"),
-            ("top_k", -1 <= self.top_k, "must be 0 (all), or at least 1"),
+            ("top_k", self.top_k >= -1, "must be 0 (all), or at least 1"),
             ("top_p", 0.0 < self.top_p <= 1.0, "must be above 0 and at most 1"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "must be between 0 and 1"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "must be between -2 and 2"),
@@ -237,7 +237,7 @@ class Register(msgspec.Struct, frozen=True, array_like=True):
 
 
 ROW_WIDTH = 4
-"""A row is (slot, start, count, samples): positions start..start+count-1; samples = 1 where its last position samples."""
+"""A row is (slot, start, count, samples): positions start..start+count-1; samples = 1 if its last position does."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, tag="plan", array_like=True):

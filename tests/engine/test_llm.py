@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,7 +117,9 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
         ([1], {"stop_token_ids": (9999,)}, "stop_token_ids"),
     ],
 )
-def test_what_cannot_be_is_said_and_harms_nobody(llm: LLM, prompt: list[int], params: dict[str, object], word: str) -> None:
+def test_what_cannot_be_is_said_and_harms_nobody(
+    llm: LLM, prompt: list[int], params: dict[str, object], word: str
+) -> None:
     with pytest.raises(UserError, match=word):
         llm.generate([[1, 2], prompt], SamplingParams(**params))  # type: ignore[arg-type]
     assert len(llm.generate([1, 2], GREEDY)[0].token_ids) == 12
@@ -139,7 +142,7 @@ def test_stages_run_plans_strictly_in_order(llm: LLM, trace: Path) -> None:
     for stage in range(3):
         mine = [span for span in spans if span.stage == stage]
         assert [span.plan_id for span in mine] == list(range(len(mine)))
-        assert all(a.end_ns <= b.start_ns for a, b in zip(mine, mine[1:], strict=False))
+        assert all(a.end_ns <= b.start_ns for a, b in itertools.pairwise(mine))
 
 
 def test_embedding_and_head_lie_where_they_are_used(llm: LLM, single: LLM) -> None:
@@ -171,7 +174,7 @@ def test_the_death_of_a_stage_is_named(folder: Path) -> None:
     with LLM(str(folder), pp=2, dtype="float32", max_len=64) as llm:
         victim = next(
             p for p in psutil.Process().children(recursive=True)
-            if str(llm.directory) in " ".join(p.cmdline()) and ["--rank", "1"] == p.cmdline()[-6:][:2]
+            if str(llm.directory) in " ".join(p.cmdline()) and p.cmdline()[-6:][:2] == ["--rank", "1"]
         )  # fmt: skip
         os.kill(victim.pid, 9)
         with pytest.raises(Fault, match=r"rank 1 \(stage 1\).*SIGKILL"):

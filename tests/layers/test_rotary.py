@@ -15,17 +15,18 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "linear": {"rope_type": "linear", "factor": 4.0},
     "llama3": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3", "factor": 8.0,
+        "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 128,
     },
     "yarn": {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64},
     "yarn of K2.5": {
-        "rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0,
-        "mscale": 1.0, "mscale_all_dim": 1.0,
+        "rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
     },
     "yarn of K2": {
-        "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 1.0, "beta_slow": 1.0,
-        "mscale": 1.0, "mscale_all_dim": 1.0,
+        "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096,
+        "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
     },
     "yarn, not truncated": {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False,

@@ -74,7 +74,9 @@ def batch_for(spec: ModelSpec, mesh: Mesh, stage: int, tokens: list[int]) -> Bat
     return make_batch(0, rows, mirror, cache, 4, CPU, torch.tensor(tokens))
 
 
-def run(models: list[Decoder], spec: ModelSpec, mesh: Mesh, tokens: list[int]) -> tuple[list[torch.Tensor], torch.Tensor]:
+def run(
+    models: list[Decoder], spec: ModelSpec, mesh: Mesh, tokens: list[int]
+) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Residual streams before every layer's second norm, in layer order, and the logits."""
     seen: list[torch.Tensor] = []
     x = torch.tensor(tokens)
@@ -121,7 +123,7 @@ def test_every_rank_fills_all_it_has_and_reads_no_more(
     if tp == 4 and spec.quant is not None and ep < tp:
         tp, ep = 4, 4  # INT4 groups of 32 do not allow slices of 16
     mesh = build_mesh(LayoutConfig(pp=pp, tp=tp, ep=ep), spec)
-    whole = {n: p for n, p in load_rank(folder, build_mesh(LayoutConfig(), spec), 0, finalise=False).named_parameters()}
+    whole = dict(load_rank(folder, build_mesh(LayoutConfig(), spec), 0, finalise=False).named_parameters())
     for rank in range(mesh.num_ranks):
         model = load_rank(folder, mesh, rank, finalise=False)
         layers = {int(n.split(".")[1]) for n, _ in model.named_parameters() if n.startswith("layers.")}

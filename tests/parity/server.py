@@ -36,7 +36,9 @@ def served(*args: str, stderr: Path) -> Iterator[Server]:
     """`headrace serve` with these arguments, on a port of its own; stopped as a user would, and cleanly."""
     command = [sys.executable, "-m", "headrace", "serve", *args, "--port", "0", "--json-ready"]
     with stderr.open("wb") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
@@ -114,7 +116,10 @@ async def _complete(
                     moved.notify_all()
 
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=START_S, limits=limits, trust_env=False) as client, asyncio.TaskGroup() as tasks:
+    async with (
+        httpx.AsyncClient(timeout=START_S, limits=limits, trust_env=False) as client,
+        asyncio.TaskGroup() as tasks,
+    ):
         for i in range(len(prompts)):
             tasks.create_task(run(client, i))
     return [Written(p, h.tokens, h.logprobs, h.top) for p, h in zip(prompts, heard, strict=True)]

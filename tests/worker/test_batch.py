@@ -31,7 +31,9 @@ def rows_of(rows: list[tuple[int, int, int, int]]) -> Rows:
 def test_tokens_come_from_the_registration_or_from_the_last_sample() -> None:
     mirror = Mirror(4, 8)
     mirror.apply(
-        StepPlan(0, b"", [], [Register(2, pack([10, 11, 12]), 3, SamplerSpec()), Register(0, pack([20]), 1, SamplerSpec())])
+        StepPlan(
+            0, b"", [], [Register(2, pack([10, 11, 12]), 3, SamplerSpec()), Register(0, pack([20]), 1, SamplerSpec())]
+        )
     )
     last = torch.tensor([100, 101, 102, 103])
     rows = rows_of([(0, 1, 1, 1), (2, 1, 2, 1)])

@@ -8,7 +8,9 @@ from headrace.step import Register, SamplerSpec, StepPlan, pack
 from headrace.worker.mirror import Mirror
 
 
-def plan(plan_id: int, free: list[int] | None = None, new: dict[int, list[int]] | None = None, pages: list[int] | None = None) -> StepPlan:
+def plan(
+    plan_id: int, free: list[int] | None = None, new: dict[int, list[int]] | None = None, pages: list[int] | None = None
+) -> StepPlan:
     register = [Register(slot, pack(tokens), len(tokens), SamplerSpec()) for slot, tokens in (new or {}).items()]
     return StepPlan(plan_id, b"", free or [], register, pack(pages or []))
 

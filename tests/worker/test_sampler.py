@@ -46,7 +46,7 @@ def test_noise_depends_on_seed_and_position_alone() -> None:
 def test_uniform_is_uniform_and_its_streams_are_apart() -> None:
     seeds, positions = np.meshgrid(np.arange(200, dtype=np.uint64), np.arange(200))
     numbers = uniform(seeds.ravel(), positions.ravel())
-    assert 0 <= numbers.min() and numbers.max() < 1
+    assert numbers.min() >= 0 and numbers.max() < 1
     assert abs(numbers.mean() - 0.5) < 0.005 and abs(numbers.var() - 1 / 12) < 0.002
     grid = numbers.reshape(200, 200)
     assert abs(np.corrcoef(grid[:, :-1].ravel(), grid[:, 1:].ravel())[0, 1]) < 0.02
@@ -69,9 +69,7 @@ def test_draw_at_the_ends() -> None:
 
 
 @settings(deadline=None)
-@given(
-    top_k=st.integers(0, VOCAB + 5), top_p=st.floats(0.01, 1.0), min_p=st.floats(0, 1), seed=st.integers(0, 10**6)
-)
+@given(top_k=st.integers(0, VOCAB + 5), top_p=st.floats(0.01, 1.0), min_p=st.floats(0, 1), seed=st.integers(0, 10**6))
 def test_truncate_is_what_the_words_say(top_k: int, top_p: float, min_p: float, seed: int) -> None:
     probs = torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)).mul(2).softmax(-1)
     top_k = min(top_k, VOCAB)
@@ -132,7 +130,9 @@ def test_bias_and_min_tokens() -> None:
 @pytest.mark.parametrize("num_top", [0, 1, 5])
 def test_logprobs_are_the_models_own(num_top: int) -> None:
     logits = torch.randn(2, VOCAB)
-    sampler = sampler_with(SamplerSpec(temperature=0.0, logprobs=num_top, logit_bias={3: 100.0}), SamplerSpec(temperature=0.0))
+    sampler = sampler_with(
+        SamplerSpec(temperature=0.0, logprobs=num_top, logit_bias={3: 100.0}), SamplerSpec(temperature=0.0)
+    )
     tokens, logprobs = sampler.sample(logits, np.arange(2), np.array([1, 1]))
     assert tokens[0] == 3 and list(logprobs) == [0]
     own = logits[0].log_softmax(-1)

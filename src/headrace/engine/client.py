@@ -62,9 +62,7 @@ class EngineClient:
             self._socket.close(linger=0)
             self._socket = None
 
-    async def generate(
-        self, request_id: str, tokens: Sequence[int], sampling: SamplingParams
-    ) -> AsyncIterator[Output]:
+    async def generate(self, request_id: str, tokens: Sequence[int], sampling: SamplingParams) -> AsyncIterator[Output]:
         """The request's outputs; they end after the one with a finish_reason. Closing the iterator early aborts it.
 
         Raises Fault if the engine is lost.
@@ -97,7 +95,7 @@ class EngineClient:
                 if not await waiting.poll(int(SILENCE_S * 1000)):
                     self._lose(f"no word from the engine for {SILENCE_S:g} s")
                     return
-                while socket.get(zmq.EVENTS) & zmq.POLLIN:
+                while socket.poll(0):
                     self._take(decode(socket.recv(zmq.NOBLOCK)))
         except zmq.ZMQError as error:
             self._lose(f"connection to the engine: {error}")

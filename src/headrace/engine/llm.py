@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -18,10 +17,10 @@ from headrace.config import EngineConfig, HttpConfig, LayoutConfig, ModelConfig,
 from headrace.errors import Fault, UserError
 from headrace.mesh import Mesh
 from headrace.step import (
+    Abort,
     EngineMessage,
     EngineStatus,
     FinishReason,
-    Abort,
     Hello,
     Output,
     SamplingParams,
@@ -192,7 +191,9 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -267,7 +268,7 @@ class LLM:
         """What the engine said within a moment; raises if any of the processes is gone."""
         found: list[Output] = []
         if self._socket.poll(POLL_MS):
-            while self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+            while self._socket.poll(0):
                 message = self._decode(self._socket.recv(zmq.NOBLOCK))
                 if isinstance(message, EngineStatus):
                     self._status = message

@@ -12,8 +12,8 @@ from typing import Literal
 import msgspec
 import zmq
 
-from headrace.config import EngineConfig
 from headrace.channel import Listener
+from headrace.config import EngineConfig
 from headrace.engine.executor import Capacity, Executor
 from headrace.engine.requests import Intake, warm_up
 from headrace.errors import PeerLost, UserError
@@ -152,7 +152,7 @@ class Engine:
 
     def _turn(self) -> None:
         """Wait for something to happen, take it in, and plan."""
-        self._poller.poll(max(0.0, self._next_status_s - time.monotonic()) * 1000)
+        self._poller.poll(int(1000 * max(0.0, self._next_status_s - time.monotonic())) + 1)
         began = time.monotonic()
         self._hear_clients()
         for result in self._executor.results():

@@ -20,7 +20,7 @@ class Intake:
     def __init__(self, spec: ModelSpec, seed: int) -> None:
         self._spec = spec
         self._eos_ids = [token for token in spec.eos_ids if token < spec.vocab_size]
-        self._random = random.Random(seed)
+        self._random = random.Random(seed)  # noqa: S311  # for noise, not for secrets
 
     def request(self, key: str, submit: Submit) -> Request:
         """The scheduler's request, named `key`. Raises UserError naming the field."""

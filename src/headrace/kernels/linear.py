@@ -57,6 +57,11 @@ def has_amx() -> bool:
 
 def product_of(weight_OI: torch.Tensor) -> Product:
     """The fastest product for a weight on its device."""
-    if weight_OI.device.type == "cpu" and weight_OI.dtype == torch.bfloat16 and has_amx() and torch.backends.mkldnn.is_available():
+    if (
+        weight_OI.device.type == "cpu"
+        and weight_OI.dtype == torch.bfloat16
+        and has_amx()
+        and torch.backends.mkldnn.is_available()
+    ):
         return BlockedProduct(weight_OI)
     return PlainProduct(weight_OI)

@@ -31,7 +31,9 @@ def kv_heads_at(spec: GqaSpec, axis: Axis) -> range:
 class GqaAttention(nn.Module):
     """Fused q, k, v; optional q/k norm; rope; paged attention; output projection summed over the tensor axis."""
 
-    def __init__(self, build: Build, layer: int, spec: GqaSpec, int4: Int4Spec | None, out_int4: Int4Spec | None) -> None:
+    def __init__(
+        self, build: Build, layer: int, spec: GqaSpec, int4: Int4Spec | None, out_int4: Int4Spec | None
+    ) -> None:
         super().__init__()
         self.layer, self.spec = layer, spec
         hidden, dim, axis = build.spec.hidden, spec.head_dim, build.tensor
@@ -46,9 +48,7 @@ class GqaAttention(nn.Module):
         self.qkv = Linear(build, hidden, parts, bias=spec.qkv_bias, int4=int4)
         self.q_norm = RMSNorm(build, dim) if spec.qk_norm else None
         self.k_norm = RMSNorm(build, dim) if spec.qk_norm else None
-        self.out = RowLinear(
-            build, spec.num_heads * dim, whole("out", hidden), axis, bias=spec.out_bias, int4=out_int4
-        )
+        self.out = RowLinear(build, spec.num_heads * dim, whole("out", hidden), axis, bias=spec.out_bias, int4=out_int4)
 
     def forward(self, x_TD: torch.Tensor, batch: Batch, rope: Rope) -> torch.Tensor:
         heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.spec.head_dim

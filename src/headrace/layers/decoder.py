@@ -16,7 +16,7 @@ from headrace.spec import LayerSpec
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP. Residual sums are left to the norm that follows, where they cost no pass of their own."""
+    """Pre-norm attention and MLP. Residual sums are left to the norm that follows: no pass of their own."""
 
     def __init__(self, build: Build, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
@@ -66,6 +66,7 @@ class Decoder(nn.Module):
         pending = list(self.children())
         while pending:
             module = pending.pop()
-            if hasattr(module, "finalise"):
-                module.finalise()
+            finalise = getattr(module, "finalise", None)
+            if finalise is not None:
+                finalise()
             pending.extend(module.children())

@@ -1,4 +1,4 @@
-"""Mixture of experts: router, routed experts (whole ones over the expert axis, slices over the slice axis), shared ones.
+"""Mixture of experts: router, routed experts (whole over the expert axis, sliced over the slice axis), shared ones.
 
 Shapes: T tokens, D hidden, E experts, X local experts, k chosen, I local intermediate.
 """

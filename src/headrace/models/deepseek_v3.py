@@ -55,7 +55,7 @@ def rules(spec: ModelSpec) -> Sequence[Rule]:
     assert isinstance(layer.attention, MlaSpec)
     at, to = "model.layers.{i}", "layers.{i}"
     if layer.attention.q_lora_rank is None:
-        query = (linear(f"{at}.self_attn.q_proj", f"{to}.attention.down", "q"),)
+        query: tuple[Rule, ...] = (linear(f"{at}.self_attn.q_proj", f"{to}.attention.down", "q"),)
     else:
         query = (
             linear(f"{at}.self_attn.q_a_proj", f"{to}.attention.down", "q_a"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 from torch import nn
 
@@ -51,6 +52,14 @@ def linear(
 ) -> Rule:
     """A rule for an `nn.Linear` of the published model."""
     return Rule(name, target, part, ("weight", "bias") if bias else ("weight",), linear=True, when=when)
+
+
+class HasSlots(Protocol):
+    """What every module is that a rule names as its target."""
+
+    def slots(self, name: str, expert: int | None = None) -> dict[str, Slot]:
+        """Where the tensors of one part go, by the suffix of their checkpoint names; {} if they are not held here."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -99,7 +108,9 @@ def check_names(expected: Iterable[Expected], present: Iterable[str], spec: Mode
     ignored = [re.compile(pattern) for pattern in spec.ignored]
     unknown = sorted(n for n in have - wanted - shapes if not any(p.fullmatch(n) for p in ignored))
     if unknown:
-        raise CheckpointError(f"the checkpoint holds {_listed(unknown, 'tensor')} that {spec.architecture} does not use")
+        raise CheckpointError(
+            f"the checkpoint holds {_listed(unknown, 'tensor')} that {spec.architecture} does not use"
+        )
 
 
 def bind(model: nn.Module, rules: Iterable[Rule], spec: ModelSpec, present: Iterable[str]) -> Mapping[str, list[Slot]]:
@@ -115,7 +126,7 @@ def bind(model: nn.Module, rules: Iterable[Rule], spec: ModelSpec, present: Iter
             continue  # another stage's
         key = (item.target, item.rule.part, item.expert)
         if key not in cache:
-            cache = {key: module.slots(item.rule.part, item.expert)}  # type: ignore[operator]  # every target has slots
+            cache = {key: cast("HasSlots", module).slots(item.rule.part, item.expert)}
         slot = cache[key].get(item.suffix)
         if slot is not None:
             found.setdefault(item.tensor, []).append(slot)

@@ -48,7 +48,13 @@ class Rows:
 
 
 def make_batch(
-    plan_id: int, rows: Rows, mirror: Mirror, cache: LayerCaches, page_size: int, device: torch.device, tokens: torch.Tensor | None
+    plan_id: int,
+    rows: Rows,
+    mirror: Mirror,
+    cache: LayerCaches,
+    page_size: int,
+    device: torch.device,
+    tokens: torch.Tensor | None,
 ) -> Batch:
     """The step's tensors. `tokens` is given on the first stage (see `gather_tokens`)."""
     row_of = np.repeat(np.arange(len(rows.slots)), rows.counts)

@@ -29,7 +29,14 @@ class KVCache:
     """Pages of the layers in `layers` (global indices). Ids are the engine's, the same on every stage."""
 
     def __init__(
-        self, spec: ModelSpec, layers: range, num_pages: int, page_size: int, tp: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: ModelSpec,
+        layers: range,
+        num_pages: int,
+        page_size: int,
+        tp: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         # Zeros, not garbage: pages past a request's length are read and masked, and 0 * NaN is NaN.
         self._pages = [

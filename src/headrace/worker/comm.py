@@ -7,6 +7,7 @@ is complete.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -58,9 +59,9 @@ class Edge:
             with self.naming(oldest):
                 work.wait(timedelta(seconds=self.timeout_s))
         with self.naming(plan_id):
-            work = dist.isend(tensor, dst=self.peer, group=self.group)
-            assert work is not None
-        self._sent.append((plan_id, work, tensor))
+            started = dist.isend(tensor, dst=self.peer, group=self.group)
+            assert started is not None
+        self._sent.append((plan_id, started, tensor))
 
     def receive(self, plan_id: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Receive:
         """Post a receive."""
@@ -86,7 +87,7 @@ class _Naming:
         if "imed out" in text or "timeout" in text.lower():
             problem = f"nothing within {self.edge.timeout_s:g} s (--timeout)"
         else:
-            problem = text.splitlines()[0] if text else type(error).__name__
+            problem = library_words(error)
         raise PeerLost(f"{self.edge.name}, plan {self.plan_id}: {problem}") from error
 
 
@@ -107,6 +108,14 @@ class Comm:
     """Sampled tokens, on the rank that samples."""
 
 
+def library_words(error: BaseException) -> str:
+    """What the communication library says, without its source paths and advice."""
+    text = str(error).strip()
+    if not text:
+        return type(error).__name__
+    return re.sub(r"^\[[^\]]*\]\s*", "", text.splitlines()[0]).split(". ")[0]
+
+
 def connect(mesh: Mesh, rank: int, store_url: str, timeout_s: float, max_in_flight: int) -> Comm:
     """Join all ranks; every rank calls this at the same time. Raises PeerLost if they do not come together."""
     tensor, expert, piece = mesh.tensor(rank), mesh.expert(rank), mesh.expert_slice(rank)
@@ -119,8 +128,8 @@ def connect(mesh: Mesh, rank: int, store_url: str, timeout_s: float, max_in_flig
             "gloo", store=_store(store_url, mesh.num_ranks, rank), rank=rank, world_size=mesh.num_ranks, timeout=own
         )
     except RuntimeError as error:
-        first = str(error).strip().splitlines()[0]
-        raise PeerLost(f"rank {rank}: the {mesh.num_ranks} ranks did not come together: {first}") from error
+        words = library_words(error)
+        raise PeerLost(f"rank {rank}: the {mesh.num_ranks} ranks did not come together: {words}") from error
 
     # Every rank creates every group, in this order, members or not: that is what the library asks for.
     tensor_group = None

@@ -128,7 +128,7 @@ class Runner:
             self._last_token[torch.from_numpy(slots).to(self._device)] = receive.wait()
 
     def _finish(self, held: Held, x_TD: torch.Tensor) -> StepResult | None:
-        """Logits of the rows that sample, and of prompt positions where asked for; every rank of the stage takes part."""
+        """Logits of the rows that sample, and of prompt positions where asked for; every rank of the stage joins in."""
         rows, plan = held.rows, held.plan
         prompt = self._prompt_logprobs(rows, x_TD)
         sampling = np.flatnonzero(rows.samples)

@@ -111,7 +111,9 @@ class Sampler:
         if counts is not None:
             if spec.repetition_penalty != 1.0:
                 seen = counts.prompt | (counts.output > 0)
-                scaled = torch.where(logits_V > 0, logits_V / spec.repetition_penalty, logits_V * spec.repetition_penalty)
+                scaled = torch.where(
+                    logits_V > 0, logits_V / spec.repetition_penalty, logits_V * spec.repetition_penalty
+                )
                 logits_V.copy_(torch.where(seen, scaled, logits_V))
             logits_V -= spec.frequency_penalty * counts.output
             logits_V -= spec.presence_penalty * (counts.output > 0)
@@ -182,9 +184,7 @@ def draw(probs_RV: torch.Tensor, noise_R: torch.Tensor) -> torch.Tensor:
     return found.clamp_(max=probs_RV.shape[-1] - 1)
 
 
-def token_logprobs(
-    logits_RV: torch.Tensor, tokens_R: torch.Tensor, num_top: Sequence[int]
-) -> list[TokenLogprobs]:
+def token_logprobs(logits_RV: torch.Tensor, tokens_R: torch.Tensor, num_top: Sequence[int]) -> list[TokenLogprobs]:
     """Log-probabilities of the model's own distribution, whatever the sampling parameters did to it."""
     logprobs = logits_RV.float().log_softmax(-1)
     own = logprobs.gather(-1, tokens_R.unsqueeze(-1)).squeeze(-1).tolist()
@@ -194,6 +194,4 @@ def token_logprobs(
         return [TokenLogprobs(token, value) for token, value in zip(tokens, own, strict=True)]
     top = logprobs.topk(most, dim=-1)
     best, ids = top.values.tolist(), top.indices.tolist()
-    return [
-        TokenLogprobs(tokens[r], own[r], ids[r][: num_top[r]], best[r][: num_top[r]]) for r in range(len(tokens))
-    ]
+    return [TokenLogprobs(tokens[r], own[r], ids[r][: num_top[r]], best[r][: num_top[r]]) for r in range(len(tokens))]

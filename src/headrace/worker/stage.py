@@ -48,9 +48,7 @@ class Stage:
         return self.mesh.stage_of(self.rank)
 
 
-def bring_up(
-    config: EngineConfig, rank: int, store: str, progress: Callable[[int, int], None]
-) -> Stage:
+def bring_up(config: EngineConfig, rank: int, store: str, progress: Callable[[int, int], None]) -> Stage:
     """Connect, build and load. Every rank of the mesh calls this at the same time."""
     assert config.model.model is not None and config.model.dtype != "auto"
     source = resolve(config.model.model, say=lambda _: None)
@@ -97,7 +95,6 @@ def weight_bytes(model: nn.Module) -> int:
     """Bytes of all parameters, each counted once."""
     seen: dict[int, int] = {p.data_ptr(): p.nbytes for p in model.parameters()}
     return sum(seen.values())
-
 
 
 def _free_memory(num_ranks: int) -> int:

@@ -128,3 +128,18 @@ def test_other_int4_schemes_are_refused(changes: dict[str, Any], word: str) -> N
     config["quantization_config"]["config_groups"]["group_0"]["weights"] |= changes
     with pytest.raises(UnsupportedModel, match=word):
         spec_from_config(config)
+
+
+def test_ignore_entries_may_leave_out_the_wrappers_prefix() -> None:
+    config = published("kimi-k2.5")
+    config["text_config"]["quantization_config"]["ignore"] += ["model.layers.3.mlp.experts.0.up_proj"]
+    quant = spec_from_config(config).quant
+    assert quant is not None
+    assert not quant.covers("language_model.model.layers.3.mlp.experts.0.up_proj")
+    assert quant.covers("language_model.model.layers.3.mlp.experts.1.up_proj")
+
+
+@pytest.mark.parametrize("layers", [0, -1, 10**9, "61", None])
+def test_a_nonsense_layer_count_is_refused(layers: object) -> None:
+    with pytest.raises(UnsupportedModel, match="num_hidden_layers"):
+        spec_from_config(published("qwen3-30b-a3b") | {"num_hidden_layers": layers})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -122,6 +122,8 @@ class Int4Spec:
     group_size: int
     ignore: tuple[str, ...] = ()
     """Module names, or `re:` and a regular expression that matches a name from its start."""
+    prefix: str = ""
+    """A wrapper's; entries may name modules with it or without."""
 
     @cached_property
     def _patterns(self) -> tuple[re.Pattern[str], ...]:
@@ -129,9 +131,10 @@ class Int4Spec:
 
     def covers(self, module: str) -> bool:
         """Whether the Linear of that checkpoint name is stored as INT4."""
-        if any(module == entry for entry in self.ignore):
+        names = {module, module.removeprefix(self.prefix)}
+        if not names.isdisjoint(self.ignore):
             return False
-        return not any(pattern.match(module) for pattern in self._patterns)
+        return not any(pattern.match(name) for pattern in self._patterns for name in names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +245,10 @@ Config = Mapping[str, Any]
 _ROTARY_BUFFER = r"(?:.*\.)?rotary_emb\.inv_freq"
 
 
+MAX_LAYERS = 1000
+"""More is a broken config, and would fill the memory before anything is refused."""
+
+
 def spec_from_config(config: Config) -> ModelSpec:
     """Read a config.json as transformers 4 or 5 writes it.
 
@@ -254,6 +261,9 @@ def spec_from_config(config: Config) -> ModelSpec:
         raise UnsupportedModel(
             f"architecture {architecture or 'not named'!r} is not supported; supported: {', '.join(sorted(_READERS))}"
         )
+    layers = config.get("num_hidden_layers", 1)
+    if not isinstance(layers, int) or not 1 <= layers <= MAX_LAYERS:
+        raise UnsupportedModel(f"config.json: num_hidden_layers {layers!r}; 1 to {MAX_LAYERS} are supported")
     try:
         return reader(config, architecture)
     except KeyError as error:
@@ -366,7 +376,7 @@ def _deepseek_v3(config: Config, architecture: str) -> ModelSpec:
         return spec
     first = spec.num_layers
     indices = "|".join(str(i) for i in range(first, first + mtp))
-    return _replace(
+    return replace(
         spec,
         ignored=(*spec.ignored, rf"model\.layers\.(?:{indices})\..*"),
         notes=(*spec.notes, f"next-token (MTP) layer {', '.join(indices.split('|'))} ignored: not used yet"),
@@ -382,9 +392,10 @@ def _kimi_k25(config: Config, architecture: str) -> ModelSpec:
         if merged.get(key) is None and config.get(key) is not None:
             merged[key] = config[key]
     inner = spec_from_config(merged)
-    return _replace(
+    return replace(
         inner,
         weight_prefix="language_model.",
+        quant=replace(inner.quant, prefix="language_model.") if inner.quant else None,
         ignored=(
             *(rf"language_model\.{pattern}" for pattern in inner.ignored),
             r"(?:vision_tower|mm_projector|multi_modal_projector)\..*",
@@ -403,12 +414,6 @@ _READERS = {
     "KimiK2ForCausalLM": _deepseek_v3,
     "KimiK25ForConditionalGeneration": _kimi_k25,
 }
-
-
-def _replace(spec: ModelSpec, **changes: Any) -> ModelSpec:
-    from dataclasses import replace
-
-    return replace(spec, **changes)
 
 
 def _finish(config: Config, architecture: str, family: str, layers: tuple[LayerSpec, ...], rope: RopeSpec) -> ModelSpec:
@@ -503,9 +508,9 @@ def _rope(config: Config, dim: int, *, interleaved: bool = False) -> RopeSpec:
     factor = float(fields["factor"])
     original = int(fields.get("original_max_position_embeddings") or config["max_position_embeddings"])
     if kind == "linear":
-        return _replace_rope(base, kind="linear", factor=factor)
+        return replace(base, kind="linear", factor=factor)
     if kind == "llama3":
-        return _replace_rope(
+        return replace(
             base,
             kind="llama3",
             factor=factor,
@@ -520,7 +525,7 @@ def _rope(config: Config, dim: int, *, interleaved: bool = False) -> RopeSpec:
             attention_factor = _yarn_mscale(factor, float(mscale)) / _yarn_mscale(factor, float(mscale_all))
         else:
             attention_factor = _yarn_mscale(factor, 1.0)
-    return _replace_rope(
+    return replace(
         base,
         kind="yarn",
         factor=factor,
@@ -530,12 +535,6 @@ def _rope(config: Config, dim: int, *, interleaved: bool = False) -> RopeSpec:
         attention_factor=float(attention_factor),
         truncate=bool(fields.get("truncate", True)),
     )
-
-
-def _replace_rope(rope: RopeSpec, **changes: Any) -> RopeSpec:
-    from dataclasses import replace
-
-    return replace(rope, **changes)
 
 
 def _yarn_mscale(factor: float, mscale: float) -> float:

@@ -51,7 +51,7 @@ def test_spec_is_that_of_the_config(tmp_path: Path) -> None:
     spec = read_spec(ModelSource("gguf", tmp_path / "m.gguf", "m"))
     config = tiny_config("llama")
     assert (spec.family, spec.num_layers, spec.hidden, spec.vocab_size) == ("llama", 6, 64, config["vocab_size"])
-    assert (spec.tied, spec.dtype, spec.max_positions) == (False, "float32", 512)
+    assert (spec.tied, spec.dtype, spec.max_positions) == (False, "float16", 512)
     assert spec.norm_eps == pytest.approx(1e-5)
     assert (spec.rope.kind, spec.rope.theta, spec.rope.dim) == ("default", 10000.0, 16)
     assert (spec.bos_id, spec.eos_ids) == (256, (258,))

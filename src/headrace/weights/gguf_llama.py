@@ -108,7 +108,8 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
         "rope_scaling": _rope_scaling(file, meta, theta, head_dim),
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "dtype": {"F16": "float16", "BF16": "bfloat16"}.get(_main_type(file), "float32"),
+        # What is quantised was never float32: half precision holds it.
+        "dtype": {"F32": "float32", "BF16": "bfloat16"}.get(_main_type(file), "float16"),
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": list(dict.fromkeys(ends)) or None,
     }

@@ -14,10 +14,8 @@ from torch import nn
 
 from headrace.errors import CheckpointError
 from headrace.spec import DenseSpec, Int4Spec, LayerSpec, ModelSpec, MoeSpec
+from headrace.weights.headers import listed
 from headrace.weights.slots import Slot
-
-MAX_LISTED = 8
-"""Names shown in an error."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +102,11 @@ def check_names(expected: Iterable[Expected], present: Iterable[str], spec: Mode
     shapes = {name.removesuffix("packed") + "shape" for name in wanted if name.endswith(".weight_packed")}
     missing = sorted(wanted - have)
     if missing:
-        raise CheckpointError(f"the checkpoint lacks {_listed(missing, 'tensor')}")
+        raise CheckpointError(f"the checkpoint lacks {_count(missing)}")
     ignored = [re.compile(pattern) for pattern in spec.ignored]
     unknown = sorted(n for n in have - wanted - shapes if not any(p.fullmatch(n) for p in ignored))
     if unknown:
-        raise CheckpointError(
-            f"the checkpoint holds {_listed(unknown, 'tensor')} that {spec.architecture} does not use"
-        )
+        raise CheckpointError(f"the checkpoint holds {_count(unknown)} that {spec.architecture} does not use")
 
 
 def bind(model: nn.Module, rules: Iterable[Rule], spec: ModelSpec, present: Iterable[str]) -> Mapping[str, list[Slot]]:
@@ -133,7 +129,5 @@ def bind(model: nn.Module, rules: Iterable[Rule], spec: ModelSpec, present: Iter
     return found
 
 
-def _listed(names: list[str], noun: str) -> str:
-    shown = ", ".join(names[:MAX_LISTED])
-    rest = len(names) - MAX_LISTED
-    return f"{len(names)} {noun}{'s' if len(names) > 1 else ''}: {shown}{f' and {rest} more' if rest > 0 else ''}"
+def _count(names: list[str]) -> str:
+    return f"{len(names)} tensor{'s' if len(names) > 1 else ''}: {listed(names)}"

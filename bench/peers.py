@@ -93,7 +93,9 @@ def write_plain() -> None:
     gguf = resolve(None, say=print).path
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
     PLAIN.mkdir(parents=True, exist_ok=True)
-    state = {name: tensor.float().contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    state = {
+        name: tensor.float().contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"
+    }
     save_file(state, PLAIN / "model.safetensors", metadata={"format": "pt"})
     model.config.save_pretrained(PLAIN)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(PLAIN)

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-QUESTION = "What is a watermill? Answer in two sentences."
+QUESTION = "What is a river? Answer in two sentences."
 MAX_TOKENS = 96
 
 

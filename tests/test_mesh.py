@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from headrace.config import LayoutConfig
 from headrace.errors import UserError
 from headrace.mesh import Mesh, build_mesh, level_split
-from headrace.spec import spec_from_config
+from headrace.model_config import spec_from_config
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 K25 = spec_from_config(json.loads((CONFIGS / "kimi-k2.5" / "config.json").read_text()))
@@ -63,7 +63,7 @@ def test_flags_that_contradict() -> None:
         ({"pp": 2, "split": (61, 0)}, "--split"),
     ):
         with pytest.raises(UserError, match=flag):
-            LayoutConfig(**wrong)  # type: ignore[arg-type]
+            LayoutConfig(**wrong)
 
 
 def test_ep_alone_implies_tp() -> None:

@@ -15,7 +15,7 @@ from headrace.config import EngineConfig, LayoutConfig, ScheduleConfig
 from headrace.engine.executor import Executor
 from headrace.errors import UserError
 from headrace.mesh import Mesh, build_mesh
-from headrace.spec import spec_from_config
+from headrace.model_config import spec_from_config
 from headrace.step import Allocate, Join, Loaded, Prepared, Start, StepPlan, Stop, ToWorkerMessage
 
 K25 = spec_from_config(json.loads((Path(__file__).parents[1] / "data/configs/kimi-k2.5/config.json").read_text()))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headrace.layers.rotary import deinterleave, inverse_frequencies, rotate
-from headrace.spec import spec_from_config
+from headrace.model_config import spec_from_config
 from tests.tiny import tiny_config
 
 SCALINGS: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from headrace.errors import CheckpointError
-from headrace.spec import spec_from_config
+from headrace.model_config import spec_from_config
 from headrace.weights import checkpoint as checkpoint_module
 from headrace.weights.checkpoint import Checkpoint, load
 from headrace.weights.reads import plan_reads, read_into

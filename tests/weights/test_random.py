@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from headrace.errors import UnsupportedModel, UserError
-from headrace.spec import spec_from_config
+from headrace.model_config import spec_from_config
 from headrace.weights import random as random_module
 from headrace.weights.formats import dequantise
 from headrace.weights.headers import open_headers

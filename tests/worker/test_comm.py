@@ -1,4 +1,4 @@
-"""Edges between real processes: nothing is overwritten, nothing blocks the other way, every wait ends and says where."""
+"""Edges between real processes: nothing is overwritten, no direction blocks the other, every wait ends and says where."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ def test_silence_ends_at_the_deadline_and_names_edge_and_plan(tmp_path: Path) ->
     sender, receiver = start("silence", 2, tmp_path / "store")
     assert receiver.stdout is not None
     line = receiver.stdout.readline()
-    assert line == (
-        "activations from rank 0 (stage 0) to rank 1 (stage 1), plan 7: nothing within 0.5 s (--timeout)\n"
-    )
+    assert line == ("activations from rank 0 (stage 0) to rank 1 (stage 1), plan 7: nothing within 0.5 s (--timeout)\n")
     for process in (sender, receiver):
         process.communicate(timeout=60)
 

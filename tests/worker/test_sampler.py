@@ -75,8 +75,8 @@ def test_truncate_is_what_the_words_say(top_k: int, top_p: float, min_p: float, 
     top_k = min(top_k, VOCAB)
     got = truncate(probs[None], torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p]))[0]
     order = probs.argsort(descending=True).tolist()
-    kept = [t for t in order[: top_k or VOCAB] if probs[t] >= np.float32(min_p) * probs.max()]
-    mass, nucleus = 0.0, []
+    kept = [t for t in order[: top_k or VOCAB] if float(probs[t]) >= float(np.float32(min_p) * np.float32(probs.max()))]
+    mass, nucleus = 0.0, list[int]()
     total = sum(float(probs[t]) for t in kept)
     for token in kept:
         if mass >= float(np.float32(top_p)) * total * (1 + 1e-6):

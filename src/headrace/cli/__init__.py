@@ -1,0 +1,1 @@
+"""The command line: parse, make a configuration, call; nothing else."""

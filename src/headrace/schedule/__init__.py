@@ -1,0 +1,6 @@
+"""What runs next: a pure state machine between requests and plans."""
+
+from headrace.schedule.request import Event, Request
+from headrace.schedule.scheduler import Scheduler, SchedulerConfig
+
+__all__ = ["Event", "Request", "Scheduler", "SchedulerConfig"]

@@ -1,0 +1,287 @@
+"""The scheduler: a state machine that decides, plan by plan, which positions of which requests are computed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from itertools import islice
+
+from headrace.errors import UserError
+from headrace.schedule.flight import Flight
+from headrace.schedule.pages import PagePool
+from headrace.schedule.policy import decode_quota, prompt_budget, share_budget
+from headrace.schedule.request import Event, Job, Request
+from headrace.step import StepPlan, StepResult, unpack
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """The sizes that bound every plan."""
+
+    num_stages: int
+    max_running: int
+    """Requests admitted at once; slots are 0..max_running-1."""
+    chunk: int
+    """Most tokens of a plan."""
+    page_size: int
+    num_pages: int
+    max_len: int
+    """Longest request in tokens, prompt and output together."""
+    max_in_flight: int | None = None
+    """Plans issued and not committed at most; by default one a stage."""
+    headroom: int = 32
+    """Tokens that each running request can grow by before an admission makes pages run out. Without any, an admitted
+    request is soon pre-empted again and most of what it computed is lost."""
+
+
+class Scheduler:
+    """Decides what runs. The same events give the same plans; nothing here reads a clock, a file or a random number.
+
+    After every event call `schedule` until it says None; run the plans strictly in order; bring every result, in the
+    same order, to `commit`. Because plans run in order on every worker, a page or slot given up here is free for the
+    very next plan, even while earlier plans that use it are in flight.
+
+    A job is in `_waiting`, or in `_running` (there in `_prefilling`, in `_ready`, or its next token is in flight), or
+    closed: its last row is planned, it holds nothing, and only its result is due. Running jobs are always older than
+    waiting ones: admission takes the oldest, pre-emption the youngest.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self._max_in_flight = config.max_in_flight or config.num_stages
+        self._ways = min(config.num_stages, self._max_in_flight)
+        self._pool = PagePool(config.num_pages, config.page_size)
+        self._slots = list(range(config.max_running - 1, -1, -1))
+        self._freed: list[int] = []
+        self._jobs: dict[str, Job] = {}
+        self._waiting: OrderedDict[str, Job] = OrderedDict()
+        self._running: dict[Job, None] = {}
+        self._prefilling: dict[Job, None] = {}
+        self._ready: deque[Job] = deque()
+        self._flights: deque[Flight] = deque()
+        self._next_plan_id = 0
+        self.num_preemptions = 0
+        """Lives cut short to give their pages to an older request, since start."""
+
+    # --- what others see ----------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is unfinished or a plan uncommitted."""
+        return bool(self._jobs or self._flights)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests not admitted yet, or pre-empted."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests admitted and not finished."""
+        return len(self._jobs) - len(self._waiting)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans issued and not committed."""
+        return len(self._flights)
+
+    @property
+    def num_pages_used(self) -> int:
+        """Pages that requests own."""
+        return self._pool.num_used
+
+    @property
+    def num_pages_free(self) -> int:
+        """Pages that nobody owns."""
+        return self._pool.num_free
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, now: float) -> None:
+        """Queue a request. Raises UserError, naming both numbers, for one that can never fit."""
+        assert request.id not in self._jobs, f"request {request.id} is here already"
+        num_prompt = request.num_prompt
+        if not num_prompt:
+            raise UserError("prompt: has no tokens")
+        wanted = self.config.max_len if request.max_tokens is None else request.max_tokens
+        limit = min(num_prompt + wanted, self.config.max_len, self._pool.num_tokens)
+        if limit < num_prompt + min(1, wanted):
+            what = f"{num_prompt} tokens and one to generate" if wanted else f"{num_prompt} tokens"
+            where = "max_len" if limit == self.config.max_len else "the KV cache, which holds"
+            raise UserError(f"prompt: {what} do not fit in {where} {limit}")
+        job = Job(request, limit, now)
+        self._jobs[job.id] = job
+        self._waiting[job.id] = job
+
+    def abort(self, request_id: str) -> bool:
+        """Forget a request: its pages are free at once, its late results are dropped. False if it is not here."""
+        job = self._jobs.pop(request_id, None)
+        if job is None:
+            return False
+        job.done = True
+        if job in self._running:
+            self._withdraw(job)
+        self._waiting.pop(request_id, None)
+        return True
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """The next plan, or None when nothing can or should be planned before another event."""
+        if len(self._flights) >= self._max_in_flight:
+            return None
+        self._admit()
+        while True:
+            num_decodes, picked = self._pick()
+            if not picked:
+                return None
+            if self._fits(picked):
+                return self._issue(num_decodes, picked, now)
+            self._preempt(next(reversed(self._running)))
+
+    def commit(self, result: StepResult, now: float) -> list[Event]:
+        """Take a plan's result, in plan order; what each request gained. `now` decides nothing here yet."""
+        flight = self._flights.popleft()
+        assert result.plan_id == flight.plan_id, f"result of plan {result.plan_id}, plan {flight.plan_id} is due"
+        tokens: list[int] = unpack(result.tokens).tolist()
+        for row, job, start in flight.scored:
+            job.collect(start, result.prompt_logprobs.get(row, []))
+        events = []
+        for index, (job, token) in enumerate(zip(flight.sampled, tokens, strict=True)):
+            if job.done:
+                continue
+            reason = job.take(token)
+            entry = result.logprobs.get(index)
+            logprobs = [] if entry is None else [entry]
+            if len(job.generated) == 1:
+                event = Event(job.id, [token], reason, logprobs, job.deliver_prompt_logprobs(), job.queued_s)
+            else:
+                event = Event(job.id, [token], reason, logprobs)
+            events.append(event)
+            if reason is not None:
+                self._finish(job)
+            elif job.slot >= 0:
+                # The gate that keeps plans from running ahead: a job is ready again only here. Nothing else needs the
+                # token's value; to run ahead, make it ready as it is planned, to be taken `_ways` plans later.
+                self._ready.append(job)
+        for job in flight.closing:
+            if not job.done:
+                events.append(Event(job.id, [], "length", [], job.deliver_prompt_logprobs(), job.queued_s))
+                self._finish(job)
+        return events
+
+    # --- making a plan ------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Let the oldest waiting requests in, as far as slots go and pages for all their tokens and one more."""
+        if not self._waiting:
+            return
+        room = self._pool.num_free - sum(self._pages_to_come(job) for job in self._prefilling)
+        while self._waiting and len(self._running) < self.config.max_running:
+            job = next(iter(self._waiting.values()))
+            room -= self._pages_to_come(job)
+            if room < self._pool.pages_for(self.config.headroom * len(self._running)):
+                return
+            if job.num_uncommitted:  # pre-empted, and its token in flight is not known yet
+                return
+            del self._waiting[job.id]
+            self._running[job] = None
+            self._prefilling[job] = None
+
+    def _pages_to_come(self, job: Job) -> int:
+        """Pages that a job still needs for its known tokens and the next."""
+        return self._pool.pages_for(min(job.num_tokens + 1, job.limit)) - len(job.pages)
+
+    def _pick(self) -> tuple[int, list[tuple[Job, int]]]:
+        """Choose rows, as (job, count): first so many decode rows, then prompt chunks. Changes nothing."""
+        num_decodes = decode_quota(
+            len(self._running) - len(self._prefilling),
+            len(self._ready),
+            [flight.num_returning for flight in self._flights],
+            self._ways,
+        )
+        num_decodes = min(num_decodes, self.config.chunk)
+        picked = [(job, 1) for job in islice(self._ready, num_decodes)]
+        if self._prefilling:
+            remaining = [job.num_tokens - job.num_computed for job in self._prefilling]
+            budget = prompt_budget(sum(remaining), self.config.chunk - num_decodes)
+            counts = share_budget(budget, remaining)
+            picked += [(job, count) for job, count in zip(self._prefilling, counts, strict=True) if count]
+        return num_decodes, picked
+
+    def _fits(self, picked: list[tuple[Job, int]]) -> bool:
+        """Whether the free pages hold all picked rows."""
+        needed = 0
+        for job, count in picked:
+            end = job.num_computed + count
+            if end > job.capacity:
+                needed += self._pool.pages_for(end) - len(job.pages)
+        return needed <= self._pool.num_free
+
+    def _issue(self, num_decodes: int, picked: list[tuple[Job, int]], now: float) -> StepPlan:
+        """Turn picked rows into a plan in flight."""
+        flight = Flight(self._next_plan_id)
+        self._next_plan_id += 1
+        free, self._freed = self._freed, []
+        self._slots += free
+        for _ in range(num_decodes):
+            self._ready.popleft()
+        closed = []
+        for job, count in picked:
+            if job.slot < 0:
+                self._register(job, flight, now)
+            end = job.num_computed + count
+            if end > job.capacity:
+                flight.add_pages(job, self._pool.allocate(self._pool.pages_for(end) - len(job.pages)))
+                job.capacity = len(job.pages) * self._pool.page_size
+            if flight.add_row(job, count):
+                closed.append(job)
+            elif job.num_uncommitted:  # its last known token is planned
+                self._prefilling.pop(job, None)
+        for job in closed:  # only now: nobody else in this plan may have their pages
+            self._release(job)
+        self._flights.append(flight)
+        return flight.plan(free)
+
+    def _register(self, job: Job, flight: Flight, now: float) -> None:
+        """Give the job a slot and the workers its tokens."""
+        flight.register.append(job.register(self._slots.pop()))
+        if job.queued_s < 0:
+            job.queued_s = now - job.submitted_at
+
+    # --- leaving ------------------------------------------------------------------------------------------------------
+
+    def _preempt(self, job: Job) -> None:
+        """Send the youngest running job back to wait, ahead of all who wait; it comes again with all its tokens.
+
+        Its pages are free at once, as after an abort. A token of it in flight is not lost: its commit reaches the
+        waiting job, which is admitted no earlier.
+        """
+        self.num_preemptions += job.slot >= 0
+        self._withdraw(job)
+        self._waiting[job.id] = job
+        self._waiting.move_to_end(job.id, last=False)
+
+    def _finish(self, job: Job) -> None:
+        """End a job whose last token has come, wherever it is."""
+        job.done = True
+        del self._jobs[job.id]
+        self._waiting.pop(job.id, None)
+        if job in self._running:
+            self._release(job)
+
+    def _withdraw(self, job: Job) -> None:
+        """Stop a running job before its time."""
+        if job.num_uncommitted:
+            for flight in self._flights:
+                flight.num_returning -= job in flight.sampled
+        elif job not in self._prefilling:
+            self._ready.remove(job)
+        self._release(job)
+
+    def _release(self, job: Job) -> None:
+        """Take slot and pages from a job that is in no queue but the running ones."""
+        del self._running[job]
+        self._prefilling.pop(job, None)
+        self._pool.free(job.pages)
+        if job.slot >= 0:
+            self._freed.append(job.slot)
+        job.vacate()

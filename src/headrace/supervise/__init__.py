@@ -1,0 +1,1 @@
+"""The supervisor: starts the processes of one engine, watches them, and says why they ended."""

@@ -1,0 +1,171 @@
+"""A child's side of the supervisor: reports, the lifeline that ends an orphan, and one way to fail.
+
+A child is started with `--report-fd N`, the write end of a pipe on which it writes one JSON line an event, and with a
+pipe as standard input that its parent keeps open: end of file there means that the parent is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NoReturn
+
+import msgspec
+
+from headrace.errors import Fault, PeerLost, UserError
+from headrace.step import Failed
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE = 2000
+"""Longest message of a report in characters, so that a line stays within what a pipe takes at once."""
+PROGRESS_PERIOD_S = 0.1
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """Child to supervisor: how far a long piece of work is, in bytes."""
+
+    who: str
+    text: str
+    done: int
+    total: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """Child to supervisor: what it does is up. The engine says `kv_tokens`, `load_s`, `max_len` and `stages`
+    (`StageStats` as mappings), the HTTP process `url`.
+    """
+
+    who: str
+    fields: dict[str, Any] = {}
+
+
+Report = Progress | Ready | Failed
+
+_encoder = msgspec.json.Encoder()
+_decoder: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)
+
+
+def decode_report(line: bytes) -> Report:
+    """Decode one line of a report pipe. Raises msgspec.ValidationError or msgspec.DecodeError."""
+    return _decoder.decode(line)
+
+
+class Reporter:
+    """Writes reports, from any thread; without a pipe it drops them. A parent that is gone is not an error here."""
+
+    def __init__(self, fd: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._fd = fd
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._last_progress_s = float("-inf")
+
+    @property
+    def attached(self) -> bool:
+        """Whether there is a supervisor that listens."""
+        return self._fd is not None
+
+    def report(self, event: Report) -> None:
+        """Write one event. Progress is thinned to one in `PROGRESS_PERIOD_S`, the last (done == total) always goes."""
+        if self._fd is None:
+            return
+        with self._lock:
+            if isinstance(event, Progress) and event.done < event.total:
+                now = self._clock()
+                if now - self._last_progress_s < PROGRESS_PERIOD_S:
+                    return
+                self._last_progress_s = now
+            data = memoryview(_encoder.encode(event) + b"\n")
+            try:
+                while data:
+                    data = data[os.write(self._fd, data) :]
+            except BrokenPipeError:
+                self._fd = None
+
+
+def attach(report_fd: int | None, on_stop: Callable[[], None] | None = None) -> Reporter:
+    """Tie this process to its supervisor; call it first thing, in the main thread.
+
+    Ends the process when standard input reaches its end (only with a report_fd: by hand, standard input is a
+    terminal), ignores SIGINT (a terminal sends it to everyone; stopping is the supervisor's business) and calls
+    `on_stop` on SIGTERM (`stop_on_sigterm` sets it later; until then SIGTERM just ends the process).
+    """
+    if on_stop is not None:
+        stop_on_sigterm(on_stop)
+    if report_fd is None:
+        return Reporter()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.set_inheritable(report_fd, False)
+    threading.Thread(target=_end_with_parent, name="lifeline", daemon=True).start()
+    return Reporter(report_fd)
+
+
+def stop_on_sigterm(on_stop: Callable[[], None]) -> None:
+    """Call `on_stop` in the main thread on SIGTERM: it should wake the main loop, which then returns.
+
+    A signal may be taken in just before the main thread begins to wait, so no wait may lack a deadline (or a file that
+    `on_stop` writes to).
+    """
+
+    def handle(_signal: int, _frame: FrameType | None) -> None:
+        on_stop()
+
+    signal.signal(signal.SIGTERM, handle)
+
+
+def _end_with_parent() -> None:
+    # The raw descriptor: sys.stdin's lock would be held for ever, and interpreter exit waits for it.
+    try:
+        while os.read(0, 4096):
+            pass
+    except OSError:
+        pass
+    os._exit(1)
+
+
+def one_line(text: str) -> str:
+    """`text` as one line of at most `MAX_MESSAGE` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 3] + "..."
+
+
+def failure_of(who: str, error: BaseException) -> Failed:
+    """What to report of an exception."""
+    if isinstance(error, UserError):
+        return Failed(who=who, message=one_line(str(error)), user_error=True)
+    if isinstance(error, Fault):
+        return Failed(who=who, message=one_line(str(error)), secondary=isinstance(error, PeerLost))
+    return Failed(who=who, message=one_line(f"{type(error).__name__}: {error}"))
+
+
+def run_child(who: str, main: Callable[[], None], reporter: Reporter) -> NoReturn:
+    """Run a child's `main` to its end and exit: 0 when it returns, 2 on a UserError, 1 on anything else.
+
+    `who` names the child in the supervisor's one line ("worker rank 1 (stage 1)"). Without a supervisor the line goes
+    to standard error. The traceback is logged at debug level only.
+    """
+    try:
+        main()
+    except Exception as error:
+        log.debug("%s failed", who, exc_info=True)
+        failed = failure_of(who, error)
+        reporter.report(failed)
+        if reporter.attached:
+            # Not sys.exit: communication threads of a broken run would keep the process alive.
+            _flush()
+            os._exit(2 if failed.user_error else 1)
+        print(f"{who}: {failed.message}", file=sys.stderr)
+        sys.exit(2 if failed.user_error else 1)
+    sys.exit(0)
+
+
+def _flush() -> None:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()

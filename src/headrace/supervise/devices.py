@@ -1,0 +1,82 @@
+"""Which device the ranks run on, found without torch: the count of GPUs and whether torch was built for them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+from typing import Literal
+
+from headrace.config import DeviceName, DtypeName
+from headrace.errors import UserError
+from headrace.spec import Dtype
+
+_DEV = Path("/dev")
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+def resolve_device(asked: DeviceName, num_ranks: int) -> Literal["cpu", "cuda"]:
+    """Resolve `--device`; `auto` is cuda where GPUs and a torch built for them are there.
+
+    Raises UserError where cuda is asked for and cannot be had, or where there are fewer GPUs than ranks.
+    """
+    if asked == "cpu":
+        return "cpu"
+    gpus, built = num_gpus(), torch_has_cuda()
+    if asked == "auto" and not (gpus and built):
+        return "cpu"
+    if not gpus:
+        raise UserError("--device cuda: no NVIDIA GPU is visible here")
+    if not built:
+        raise UserError("--device cuda: the installed torch is a build without CUDA")
+    if num_ranks > gpus:
+        advice = "" if asked == "cuda" else "; --device cpu runs them on the processor"
+        raise UserError(f"--pp times --tp needs {num_ranks} GPUs, {gpus} visible here{advice}")
+    return "cuda"
+
+
+def resolve_dtype(asked: DtypeName, device: Literal["cpu", "cuda"], stored: Dtype) -> Literal["float32", "bfloat16"]:
+    """Resolve `--dtype` for a model stored as `stored`; `auto` is the type that the device multiplies fastest.
+
+    That is bfloat16 on a GPU and on a processor with AMX tiles, float32 on any other; what is stored as float32 is
+    never rounded unasked.
+    """
+    if asked != "auto":
+        return asked
+    if stored == "float32":
+        return "float32"
+    return "bfloat16" if device == "cuda" or has_amx() else "float32"
+
+
+def has_amx(cpuinfo: Path = _CPUINFO) -> bool:
+    """Whether the processor has AMX tiles for bfloat16."""
+    try:
+        flags = next(line for line in cpuinfo.read_text().splitlines() if line.startswith("flags"))
+    except (OSError, StopIteration):
+        return False
+    return "amx_bf16" in flags.split()
+
+
+def num_gpus(dev: Path = _DEV) -> int:
+    """NVIDIA GPUs that this process may use."""
+    present = sum(1 for path in dev.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    # The driver reads the list up to its first invalid entry; -1 is the usual one.
+    entries = [entry.strip() for entry in visible.split(",")]
+    stop = next((i for i, entry in enumerate(entries) if entry in ("", "-1")), len(entries))
+    return stop if present else 0
+
+
+def torch_has_cuda() -> bool:
+    """Whether the installed torch was built for CUDA: read from its version file, since importing it takes seconds."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return False
+    try:
+        text = Path(found.origin).with_name("version.py").read_text()
+    except OSError:
+        return False
+    return re.search(r"^cuda\b[^=\n]*=\s*['\"]", text, re.MULTILINE) is not None

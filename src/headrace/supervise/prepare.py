@@ -1,0 +1,66 @@
+"""From what was asked to what will run: model found, every "auto" resolved, all refused that can be refused by now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from headrace.config import EngineConfig, ServeConfig
+from headrace.errors import UserError
+from headrace.mesh import Mesh, build_mesh
+from headrace.spec import ModelSpec
+from headrace.supervise.devices import resolve_device, resolve_dtype
+from headrace.weights.headers import open_headers
+from headrace.weights.source import read_spec, resolve
+
+CPU_CHUNK = 512
+GPU_CHUNK = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What the processes of one engine are started from."""
+
+    config: ServeConfig
+    """Resolved: the model is a path, the split is there, device, dtype, chunk and served name are set."""
+    spec: ModelSpec
+    mesh: Mesh
+
+    @property
+    def name(self) -> str:
+        """What the model is served as."""
+        assert self.config.http.served_name is not None
+        return self.config.http.served_name
+
+
+def prepare(config: ServeConfig, *, say: Callable[[str], None]) -> Prepared:
+    """Find the model and resolve the configuration against it; reads config and tensor headers, no weights.
+
+    `say` gets one line before anything slow, and what the user should be told. Raises UserError.
+    """
+    source = resolve(config.engine.model.model, say=say)
+    spec = read_spec(source)
+    mesh = build_mesh(config.engine.layout, spec)
+    device = resolve_device(config.engine.model.device, mesh.num_ranks)
+    _check_length(config.engine, spec)
+    # A missing or truncated file ends here, before anything is started. Names and shapes are checked by every worker
+    # before it reads a byte: their table lies with the models, which need torch.
+    open_headers(source)
+    for note in spec.notes:
+        say(note)
+    chunk = config.engine.schedule.chunk or (GPU_CHUNK if device == "cuda" else CPU_CHUNK)
+    dtype = resolve_dtype(config.engine.model.dtype, device, spec.dtype)
+    engine = replace(
+        config.engine,
+        model=replace(config.engine.model, model=str(source.path), device=device, dtype=dtype),
+        layout=replace(config.engine.layout, split=mesh.split),
+        schedule=replace(config.engine.schedule, chunk=chunk),
+    )
+    http = replace(config.http, served_name=config.http.served_name or source.name)
+    return Prepared(config=replace(config, engine=engine, http=http), spec=spec, mesh=mesh)
+
+
+def _check_length(config: EngineConfig, spec: ModelSpec) -> None:
+    asked = config.model.max_len
+    if asked is not None and asked > spec.max_positions:
+        raise UserError(f"--max-len {asked}: the model has {spec.max_positions} positions")

@@ -1,0 +1,108 @@
+"""What the person at the terminal sees of a start: loading progress, then where the service is and what it holds."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+from headrace.mesh import Mesh
+from headrace.supervise.child import Progress
+
+LINE_PERIOD_S = 5.0
+"""Where there is no terminal to update a line on, a new line this often."""
+
+
+class Screen:
+    """Progress on `stream`: one line that updates on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._tty = stream.isatty()
+        self._latest: dict[str, Progress] = {}
+        self._shown_text = ""
+        self._shown_s = 0.0
+        self._last = ""
+        self._open_line = False
+
+    def line(self, text: str) -> None:
+        """A line of its own, below whatever is there."""
+        clear = "\r\x1b[K" if self._open_line else ""
+        self._open_line = False
+        print(f"{clear}{text}", file=self._stream, flush=True)
+
+    def progress(self, event: Progress) -> None:
+        """Take in one process's progress and show the sum over those that do the same work."""
+        self._latest[event.who] = event
+        same = [one for one in self._latest.values() if one.text == event.text]
+        done, total = sum(one.done for one in same), sum(one.total for one in same)
+        share = 100 * done // total if total else 100
+        text = f"{event.text}: {share}% ({amount(done)} of {amount(total)})"
+        if self._tty:
+            self._stream.write(f"\r\x1b[K{text}")
+            self._stream.flush()
+            self._open_line = True
+            return
+        now = self._clock()
+        due = event.text != self._shown_text or done >= total or now - self._shown_s >= LINE_PERIOD_S
+        if due and text != self._last:
+            self._shown_text, self._shown_s, self._last = event.text, now, text
+            self.line(text)
+
+
+def amount(count: int) -> str:
+    """Bytes for a reader: `98 MB`, `1.4 GB`."""
+    value = float(count)
+    for unit in ("bytes", "KB", "MB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}"
+        value /= 1000
+    return f"{value:.1f} GB"
+
+
+def ready_text(
+    *,
+    name: str,
+    device: str,
+    dtype: str,
+    url: str,
+    mesh: Mesh,
+    fields: Mapping[str, Any],
+    ready_s: float,
+    has_key: bool,
+) -> list[str]:
+    """The lines that say that the service is up; `fields` are those of the engine's `Ready`."""
+    kv = f"KV cache {fields.get('kv_tokens', 0):,} tokens"
+    longest = f", requests up to {fields['max_len']:,}" if fields.get("max_len") else ""
+    lines = [
+        f"ready at {url} after {ready_s:.1f} s (weights {fields.get('load_s', 0.0):.1f} s)",
+        f"  {name}, {mesh.name}, {dtype} on {device}, {kv}{longest}",
+    ]
+    for stage in fields.get("stages", ()):
+        first, count = stage["first_layer"], stage["num_layers"]
+        held = f"weights {amount(stage['weight_bytes'])}, KV cache {amount(stage['kv_bytes'])}"
+        each = " on each rank" if mesh.tp > 1 else ""
+        room = f" (room for {stage['kv_tokens']:,} tokens)" if "kv_tokens" in stage else ""
+        lines.append(f"  stage {stage['stage']}: layers {first} to {first + count - 1}, {held}{each}{room}")
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
+    key = ' -H "Authorization: Bearer $HEADRACE_API_KEY"' if has_key else ""
+    lines.append(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}")
+    return lines
+
+
+def ready_json(*, url: str, pid: int, mesh: Mesh, fields: Mapping[str, Any], ready_s: float) -> str:
+    """The one line of `--json-ready`."""
+    return json.dumps(
+        {
+            "event": "ready",
+            "url": url,
+            "pid": pid,
+            "layout": {"pp": mesh.pp, "tp": mesh.tp, "ep": mesh.ep, "split": list(mesh.split)},
+            "kv_tokens": fields.get("kv_tokens", 0),
+            "load_s": round(fields.get("load_s", 0.0), 3),
+            "ready_s": round(ready_s, 3),
+        }
+    )

@@ -1,0 +1,144 @@
+"""`headrace serve`: refuse what can be refused, start every process, watch them all, stop them all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import Any, Self
+
+from headrace.config import ServeConfig
+from headrace.supervise.child import Progress, Ready
+from headrace.supervise.failure import failures_in, settle
+from headrace.supervise.group import ProcessGroup
+from headrace.supervise.launch import Command, engine_commands
+from headrace.supervise.listen import check_address
+from headrace.supervise.prepare import Prepared, prepare
+from headrace.supervise.private import PrivateDir, write_config
+from headrace.supervise.screen import Screen, ready_json, ready_text
+from headrace.telemetry.log import setup
+
+STOP_GRACE_S = 8.0
+"""A clean stop: requests drain, then the engine and the workers end."""
+FAULT_GRACE_S = 3.0
+"""After a failure: time to end for those that still can."""
+WAIT_S = 1.0
+
+OnReady = Callable[[Mapping[str, Any], Mapping[str, Any], float], None]
+"""Called once with the fields of the engine's and of the HTTP process's `Ready` and the seconds since the start."""
+
+
+class Stopped(BaseException):
+    """A stop was asked for while nothing was running yet."""
+
+
+class StopSignals:
+    """SIGINT, SIGTERM and SIGHUP as a request to stop. A second one kills what is still there at once.
+
+    The previous handlers come back when the context is left. Main thread only.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._group: ProcessGroup | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # nohup asks to outlive the terminal.
+            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def stop_group(self, group: ProcessGroup) -> None:
+        """From now on a signal wakes `group`'s wait instead of raising `Stopped`."""
+        self._group = group
+
+    def _handle(self, _signal: int, _frame: FrameType | None) -> None:
+        if self._group is None:
+            raise Stopped
+        if self.requested:
+            self._group.kill()
+        self.requested = True
+        self._group.wake()
+
+
+def serve(config: ServeConfig) -> int:
+    """Run the service until it is stopped or fails; returns the exit code: 0, 1 for a fault, 2 for a user's error.
+
+    Raises UserError for what is refused before any process starts.
+    """
+    start = time.monotonic()
+    setup("serve")
+    screen = Screen(sys.stderr)
+    try:
+        with StopSignals() as signals:
+            check_address(config.http.host, config.http.port)
+            prepared = prepare(config, say=screen.line)
+            with PrivateDir() as private:
+                write_config(private.path, prepared.config)
+                transport = prepared.config.engine.run.transport
+                commands = engine_commands(private.path, prepared.mesh, http=True, transport=transport)
+                return watch(commands, signals, screen, _announce(prepared, screen), start=start)
+    except Stopped:
+        return 0
+
+
+def watch(commands: Sequence[Command], signals: StopSignals, screen: Screen, on_ready: OnReady, *, start: float) -> int:
+    """Start the processes, stay until a signal or a failure, leave none behind; returns the exit code."""
+    ready: dict[str, Mapping[str, Any]] = {}
+    with ProcessGroup(commands) as group:
+        signals.stop_group(group)
+        group.start()
+        while True:
+            events = [] if signals.requested else group.wait(WAIT_S)
+            if signals.requested:
+                group.stop(STOP_GRACE_S)
+                return 0
+            if failures_in(events):
+                failure = settle(group, events)
+                group.stop(FAULT_GRACE_S, ordered=False)
+                screen.line(f"headrace serve: {failure.line}")
+                return failure.exit_code
+            for event in events:
+                if isinstance(event, Progress):
+                    screen.progress(event)
+                elif isinstance(event, Ready) and event.who not in ready:
+                    ready[event.who] = event.fields
+                    if event.who in ("engine", "http") and ready.keys() >= {"engine", "http"}:
+                        on_ready(ready["engine"], ready["http"], time.monotonic() - start)
+
+
+def _announce(prepared: Prepared, screen: Screen) -> OnReady:
+    config = prepared.config
+
+    def announce(engine: Mapping[str, Any], http: Mapping[str, Any], ready_s: float) -> None:
+        url = http["url"]
+        lines = ready_text(
+            name=prepared.name,
+            device=config.engine.model.device,
+            dtype=config.engine.model.dtype,
+            url=url,
+            mesh=prepared.mesh,
+            fields=engine,
+            ready_s=ready_s,
+            has_key=config.http.api_key is not None,
+        )
+        for line in lines:
+            screen.line(line)
+        if config.json_ready:
+            text = ready_json(url=url, pid=os.getpid(), mesh=prepared.mesh, fields=engine, ready_s=ready_s)
+            # Whoever asked may have gone; the service goes on.
+            with contextlib.suppress(BrokenPipeError):
+                print(text, flush=True)
+
+    return announce

@@ -1,0 +1,30 @@
+"""A supervisor over fake children, run as a program by the tests: `serve_fakes WHO BODY WHO BODY ...`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.mesh import Mesh
+from headrace.supervise.screen import Screen, ready_json
+from headrace.supervise.supervisor import StopSignals, watch
+from tests.supervise.fakes import fake
+
+
+def main(arguments: list[str]) -> int:
+    commands = [fake(who, body) for who, body in zip(arguments[::2], arguments[1::2], strict=True)]
+
+    def on_ready(engine: Mapping[str, Any], http: Mapping[str, Any], ready_s: float) -> None:
+        mesh = Mesh(pp=1, tp=1, ep=1, split=(1,))
+        print(json.dumps({"engine": engine["pid"], "http": http["pid"]}), file=sys.stderr, flush=True)
+        print(ready_json(url="http://x", pid=0, mesh=mesh, fields=engine, ready_s=ready_s), flush=True)
+
+    with StopSignals() as signals:
+        return watch(commands, signals, Screen(sys.stderr), on_ready, start=time.monotonic())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

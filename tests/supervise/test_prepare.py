@@ -1,0 +1,130 @@
+"""What is resolved and what is refused before any process starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from headrace.config import EngineConfig, HttpConfig, LayoutConfig, ModelConfig, ScheduleConfig, ServeConfig
+from headrace.errors import UserError
+from headrace.supervise.prepare import Prepared, prepare
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 5,
+    "vocab_size": 100,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Make:
+    """Writes a folder with a config and one shard; its names do not matter here."""
+
+    def make(**changes: Any) -> Path:
+        folder = tmp_path / "tiny-llama"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+        save_file({"model.embed_tokens.weight": np.zeros((100, 32), np.float32)}, folder / "model.safetensors")
+        return folder
+
+    return make
+
+
+def prepared(path: Path, layout: LayoutConfig | None = None, **fields: Any) -> Prepared:
+    config = ServeConfig(
+        engine=EngineConfig(
+            model=ModelConfig(model=str(path), device="cpu", **fields), layout=layout or LayoutConfig()
+        ),
+        http=HttpConfig(port=0),
+    )
+    return prepare(config, say=lambda _: None)
+
+
+def test_every_auto_is_resolved(model: Make) -> None:
+    path = model()
+    ready = prepared(path, LayoutConfig(pp=2))
+    engine = ready.config.engine
+    assert engine.model.model == str(path)
+    assert (engine.model.device, engine.model.dtype) == ("cpu", "float32")
+    assert engine.layout.split == ready.mesh.split
+    assert sum(ready.mesh.split) == 5
+    assert engine.schedule.chunk == 512
+    assert ready.name == "tiny-llama"
+
+
+def test_what_is_said_stays(model: Make) -> None:
+    config = ServeConfig(
+        engine=EngineConfig(
+            model=ModelConfig(model=str(model()), device="cpu", dtype="bfloat16"),
+            layout=LayoutConfig(pp=2, split=(4, 1)),
+            schedule=ScheduleConfig(chunk=7),
+        ),
+        http=HttpConfig(served_name="mine"),
+    )
+    ready = prepare(config, say=lambda _: None)
+    assert ready.config.engine.schedule.chunk == 7
+    assert ready.config.engine.model.dtype == "bfloat16"
+    assert ready.mesh.split == (4, 1)
+    assert ready.name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (LayoutConfig(pp=6), "--pp 6: the model has only 5 layers"),
+        (LayoutConfig(tp=3), "--tp 3: does not divide"),
+        (LayoutConfig(ep=2), "--ep 2: the model has no experts"),
+        (LayoutConfig(pp=2, split=(3, 3)), "--split adds up to 6 layers, the model has 5"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(model: Make, layout: LayoutConfig, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        prepared(model(), layout)
+
+
+def test_an_unknown_architecture_is_refused(model: Make) -> None:
+    with pytest.raises(UserError, match="MambaForCausalLM"):
+        prepared(model(architectures=["MambaForCausalLM"]))
+
+
+def test_a_length_past_the_models_is_refused(model: Make) -> None:
+    with pytest.raises(UserError, match="--max-len 129: the model has 128 positions"):
+        prepared(model(), max_len=129)
+
+
+def test_a_truncated_shard_is_refused(model: Make) -> None:
+    path = model()
+    shard = path / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"model\.safetensors"):
+        prepared(path)
+
+
+def test_a_missing_shard_is_refused(model: Make) -> None:
+    path = model()
+    (path / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": {"model.embed_tokens.weight": "model-00001-of-00001.safetensors"}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"model-00001-of-00001\.safetensors"):
+        prepared(path)
+
+
+def test_nothing_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="MODEL"):
+        prepared(tmp_path / "nothing")

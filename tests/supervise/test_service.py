@@ -1,0 +1,136 @@
+"""The real service over a tiny model: what becomes of it, of its processes and of its clients when something ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.tiny import write_tiny
+
+
+class Service:
+    """`headrace serve` as a user runs it."""
+
+    def __init__(self, model: Path, *flags: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "headrace", "serve", str(model), "--port", "0", "--json-ready", *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.children: dict[str, psutil.Process] = {}
+
+    def ready(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.end()
+        for child in psutil.Process(self.process.pid).children():
+            command = child.cmdline()
+            rank = command[command.index("--rank") + 1] if "--rank" in command else ""
+            self.children[command[3].removeprefix("headrace.") + rank] = child
+        ready: dict[str, Any] = json.loads(line)
+        return ready
+
+    def end(self) -> tuple[int, str, list[str]]:
+        out, err = self.process.communicate(timeout=60)
+        return self.process.returncode, out, err.splitlines()
+
+    def all_gone(self) -> bool:
+        _, alive = psutil.wait_procs(list(self.children.values()), timeout=10)
+        return all(child.status() == psutil.STATUS_ZOMBIE for child in alive)
+
+
+Start = Callable[..., Service]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture
+def start(model: Path) -> Iterator[Start]:
+    services: list[Service] = []
+
+    def start(*flags: str, model: Path = model) -> Service:
+        services.append(Service(model, *flags))
+        return services[-1]
+
+    yield start
+    for service in services:
+        service.process.kill()
+        service.process.communicate()
+
+
+def stream(client: httpx.Client, url: str) -> Any:
+    """A request that goes on for long."""
+    body = {"prompt": "The river", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    return client.stream("POST", f"{url}/v1/completions", json=body)
+
+
+def test_two_services_live_and_end_each_in_its_way(start: Start) -> None:
+    first, second = start("--pp", "2"), start("--pp", "2")
+    killed, stopped = first.ready(), second.ready()
+    assert killed["url"] != stopped["url"]
+    assert killed["layout"] == {"pp": 2, "tp": 1, "ep": 1, "split": killed["layout"]["split"]}
+    assert first.children.keys() == {"engine", "worker0", "worker1", "api"}
+    with httpx.Client(timeout=60, trust_env=False) as client:
+        assert client.get(f"{killed['url']}/ready").status_code == 200
+
+        with stream(client, killed["url"]) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            first.children["worker1"].kill()
+            rest = [line for line in lines if line]
+        assert '"error"' in rest[-1]
+        code, out, err = first.end()
+        assert (code, out) == (1, "")
+        assert err[-1] == "headrace serve: worker rank 1 (stage 1): killed by signal 9 (SIGKILL)"
+        assert [line for line in err if line.startswith("headrace serve:")] == err[-1:]
+
+        with stream(client, stopped["url"]) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            second.process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]" or '"error"' in rest[-1]
+        assert second.end()[:2] == (0, "")
+    assert first.all_gone()
+    assert second.all_gone()
+
+
+def test_no_process_outlives_a_supervisor_that_is_killed(start: Start) -> None:
+    service = start("--pp", "2")
+    service.ready()
+    service.process.kill()
+    assert service.all_gone()
+
+
+def test_a_stop_while_it_loads_is_clean(start: Start) -> None:
+    service = start()
+    assert service.process.stderr is not None
+    assert service.process.stderr.readline().startswith("loading weights")
+    service.process.send_signal(signal.SIGINT)
+    assert service.end()[:2] == (0, "")
+
+
+def test_a_tensor_that_is_missing_ends_the_start_with_exit_2(start: Start, model: Path, tmp_path: Path) -> None:
+    for file in model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.3.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    code, out, err = start("--pp", "2", model=tmp_path).end()
+    assert (code, out) == (2, "")
+    assert [line for line in err if line.startswith("headrace serve:")] == err[-1:]
+    assert "model.layers.3.mlp.up_proj.weight" in err[-1]

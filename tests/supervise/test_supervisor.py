@@ -1,0 +1,161 @@
+"""The supervisor as a process over fake children: what it prints, its exit code, and that it leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STAY = "ready({who!r}); until_stopped()"
+
+
+class Service:
+    """One supervisor; `pids` are its children's once it is ready."""
+
+    def __init__(self, **bodies: str) -> None:
+        arguments = [text for who, body in bodies.items() for text in (who, body.format(who=who))]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.supervise.serve_fakes", *arguments],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def ready(self) -> dict[str, psutil.Process]:
+        assert self.process.stderr is not None
+        pids = json.loads(self.process.stderr.readline())
+        return {who: psutil.Process(pid) for who, pid in pids.items()}
+
+    def end(self) -> tuple[int, str, list[str]]:
+        """Exit code, standard output, lines of standard error since `ready`."""
+        out, err = self.process.communicate(timeout=60)
+        return self.process.returncode, out, err.splitlines()
+
+
+Start = Callable[..., Service]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    services: list[Service] = []
+
+    def start(**bodies: str) -> Service:
+        services.append(Service(**bodies))
+        return services[-1]
+
+    yield start
+    for service in services:
+        service.process.kill()
+        service.process.communicate()
+
+
+def all_gone(children: dict[str, psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(list(children.values()), timeout=10)
+    return all(child.status() == psutil.STATUS_ZOMBIE for child in alive)
+
+
+def test_ready_is_one_line_of_json_and_a_stop_says_nothing(start: Start) -> None:
+    service = start(engine=STAY, http=STAY)
+    children = service.ready()
+    service.process.send_signal(signal.SIGTERM)
+    code, out, err = service.end()
+    assert (code, err) == (0, [])
+    assert [json.loads(line)["event"] for line in out.splitlines()] == ["ready"]
+    assert all_gone(children)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_ctrl_c_and_a_closed_terminal_stop_cleanly_too(start: Start, number: signal.Signals) -> None:
+    service = start(engine=STAY, http=STAY)
+    children = service.ready()
+    service.process.send_signal(number)
+    assert service.end()[0] == 0
+    assert all_gone(children)
+
+
+def test_a_second_signal_kills_what_does_not_end(start: Start) -> None:
+    service = start(engine="deaf(); ready({who!r}); until_stopped()", http=STAY)
+    children = service.ready()
+    service.process.send_signal(signal.SIGINT)
+    # Once the polite one has ended, the first signal has been taken in.
+    children["http"].wait(60)
+    service.process.send_signal(signal.SIGINT)
+    assert service.end()[0] == 0
+    assert all_gone(children)
+
+
+def test_a_killed_child_ends_the_service_with_one_line_that_names_it(start: Start) -> None:
+    service = start(engine=STAY, http=STAY)
+    children = service.ready()
+    children["engine"].kill()
+    code, _, err = service.end()
+    assert (code, err) == (1, ["headrace serve: engine: killed by signal 9 (SIGKILL)"])
+    assert all_gone(children)
+
+
+def test_a_child_that_does_not_end_does_not_hold_up_the_end(start: Start) -> None:
+    service = start(engine="deaf(); ready({who!r}); until_stopped()", http=STAY)
+    children = service.ready()
+    children["http"].kill()
+    code, _, err = service.end()
+    assert code == 1
+    assert err[-1] == "headrace serve: http: killed by signal 9 (SIGKILL)"
+    assert all_gone(children)
+
+
+def test_a_users_error_found_by_a_child_is_exit_2(start: Start) -> None:
+    failing = "failed('worker rank 0', 'the checkpoint lacks tensor a', user_error=True); sys.exit(2)"
+    service = start(engine=STAY, worker=failing)
+    assert service.end() == (2, "", ["headrace serve: the checkpoint lacks tensor a"])
+
+
+def test_the_cause_is_told_and_not_its_echo(start: Start) -> None:
+    service = start(
+        engine="failed('engine', 'rank 1 is gone', secondary=True); sys.exit(1)",
+        worker="failed('worker rank 1', 'IndexError: 7'); sys.exit(1)",
+    )
+    assert service.end() == (1, "", ["headrace serve: worker rank 1: IndexError: 7"])
+
+
+def test_an_exit_nobody_asked_for_is_a_fault_even_a_clean_one(start: Start) -> None:
+    service = start(engine=STAY, http="ready('http')")
+    code, _, err = service.end()
+    assert code == 1
+    assert err[-1] == "headrace serve: http: ended without a report (exit code 0)"
+
+
+def test_children_end_with_a_supervisor_that_is_killed(start: Start) -> None:
+    service = start(engine=STAY, http=STAY)
+    children = service.ready()
+    service.process.kill()
+    service.end()
+    assert all_gone(children)
+
+
+def test_many_run_side_by_side_and_each_has_its_own_fate(start: Start) -> None:
+    services = [start(engine=STAY, http=STAY) for _ in range(6)]
+    children = [service.ready() for service in services]
+    children[0]["http"].kill()
+    assert services[0].end()[0] == 1
+    for service in services[1:]:
+        assert service.process.poll() is None
+        service.process.terminate()
+    assert [service.end()[0] for service in services[1:]] == [0] * 5
+    assert all(all_gone(each) for each in children)
+
+
+def test_progress_is_shown_while_it_loads(start: Start) -> None:
+    body = "say(type='progress', who='worker rank 0', text='loading weights', done=5, total=10); until_stopped()"
+    service = start(worker=body)
+    assert service.process.stderr is not None
+    assert service.process.stderr.readline() == "loading weights: 50% (5 bytes of 10 bytes)\n"
+    service.process.terminate()
+    assert service.end()[0] == 0

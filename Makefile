@@ -23,7 +23,7 @@ serve: $(DONE)/package $(DONE)/model
 
 test: check $(DONE)/model
 	@echo "tests, $(JOBS) at once"
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
 check: $(DONE)/package $(DONE)/dev
 	$(BIN)/ruff check
@@ -32,7 +32,7 @@ check: $(DONE)/package $(DONE)/dev
 	$(BIN)/lint-imports
 
 parity: $(DONE)/package $(DONE)/dev $(DONE)/model
-	@$(BIN)/python -m pytest -n $(JOBS) -m parity
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m parity
 
 gpu-test: $(DONE)/package $(DONE)/dev
 	@$(BIN)/python -m pytest -m gpu

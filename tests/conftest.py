@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 _ROOT = Path(__file__).parent.parent
@@ -16,3 +17,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Time says nothing on a machine that does other work too; CI runs the same examples every time.
 settings.register_profile("here", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("here")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep a file's tests together, for their fixtures start servers; parity's cases go where there is room."""
+    for item in items:
+        if item.path.name != "test_matrix.py":
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))

@@ -79,3 +79,10 @@ def test_bad_values_name_their_field(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"^{field}:"):
         SamplingParams(**{field: value}).validate(vocab_size=300)  # type: ignore[arg-type]
     SamplingParams().validate(vocab_size=300)
+
+
+def test_a_tokenizers_ends_are_added_unless_ends_are_ignored() -> None:
+    params = SamplingParams(stop_token_ids=(5,))
+    assert params.ending_at([7, 5]).stop_token_ids == (5, 7)
+    assert params.ending_at([5]) is params
+    assert SamplingParams(ignore_eos=True).ending_at([7]).stop_token_ids == ()

@@ -60,6 +60,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Texts that end the request; never part of the output."""
     stop_token_ids: tuple[int, ...] = ()
 
+    def ending_at(self, token_ids: Sequence[int]) -> SamplingParams:
+        """The same with these ids as ends too, unless ignore_eos: a tokenizer may know more ends than the config."""
+        if self.ignore_eos or set(token_ids) <= set(self.stop_token_ids):
+            return self
+        ends = tuple(dict.fromkeys((*self.stop_token_ids, *token_ids)))
+        return msgspec.structs.replace(self, stop_token_ids=ends)
+
     def validate(self, vocab_size: int) -> None:
         """Raise ValueError naming the field whose value cannot be used."""
         checks: tuple[tuple[str, bool, str], ...] = (
@@ -88,8 +95,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             ("stop", len(self.stop) <= 16 and all(self.stop), "takes at most 16 non-empty texts"),
             (
                 "stop_token_ids",
-                len(self.stop_token_ids) <= 256 and all(0 <= t < vocab_size for t in self.stop_token_ids),
-                f"needs at most 256 ids under {vocab_size}",
+                len(self.stop_token_ids) <= 512 and all(0 <= t < vocab_size for t in self.stop_token_ids),
+                f"needs at most 512 ids under {vocab_size}",
             ),
             (
                 "min_tokens",

@@ -13,6 +13,8 @@ from safetensors.numpy import save_file
 
 from headrace.config import EngineConfig, HttpConfig, LayoutConfig, ModelConfig, ScheduleConfig, ServeConfig
 from headrace.errors import UserError
+from headrace.supervise import devices
+from headrace.supervise import prepare as prepare_module
 from headrace.supervise.prepare import Prepared, prepare
 
 CONFIG: dict[str, Any] = {
@@ -128,3 +130,16 @@ def test_a_missing_shard_is_refused(model: Make) -> None:
 def test_nothing_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="MODEL"):
         prepared(tmp_path / "nothing")
+
+
+def test_gpus_are_refused_or_left_alone_until_they_are_supported(model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (prepare_module, devices):
+        monkeypatch.setattr(module, "num_gpus", lambda: 1)
+        monkeypatch.setattr(module, "torch_has_cuda", lambda: True)
+    said: list[str] = []
+    folder = str(model())
+    config = ServeConfig(engine=EngineConfig(model=ModelConfig(model=folder)))
+    assert prepare(config, say=said.append).config.engine.model.device == "cpu"
+    assert any("GPUs" in line for line in said)
+    with pytest.raises(UserError, match="--device cuda: this version"):
+        prepare(ServeConfig(engine=EngineConfig(model=ModelConfig(model=folder, device="cuda"))), say=said.append)

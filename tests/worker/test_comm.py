@@ -1,4 +1,4 @@
-"""Edges between real processes: nothing is overwritten, no direction blocks the other, every wait ends and says where."""
+"""Edges between real processes: nothing is overwritten, no direction blocks the other, waits end and say where."""
 
 from __future__ import annotations
 

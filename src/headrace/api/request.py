@@ -109,7 +109,8 @@ def generations(
     """
     base = uuid4().hex
     runs: list[Generation] = []
-    for tokens, sampling in prompts:
+    for tokens, asked in prompts:
+        sampling = asked.ending_at(service.tokenizer.eos_ids)
         for index in range(num_each):
             params = sampling
             if index and sampling.seed is not None:

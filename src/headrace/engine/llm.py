@@ -137,7 +137,10 @@ class LLM:
                 params.validate(self.spec.vocab_size)
             except ValueError as error:
                 raise UserError(str(error)) from None
-            pending[self._submit(tokens, params)] = _Pending(index, tokens, params, self._detokenizer(params))
+            detokenizer = self._detokenizer(params)
+            if detokenizer is not None:
+                params = params.ending_at(self.tokenizer.eos_ids)
+            pending[self._submit(tokens, params)] = _Pending(index, tokens, params, detokenizer)
         return self._collect(pending)
 
     def chat(

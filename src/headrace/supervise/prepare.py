@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from headrace.config import EngineConfig, ServeConfig
+from headrace.config import DeviceName, EngineConfig, ServeConfig
 from headrace.errors import UserError
 from headrace.mesh import Mesh, build_mesh
 from headrace.spec import ModelSpec
-from headrace.supervise.devices import resolve_device, resolve_dtype
+from headrace.supervise.devices import num_gpus, resolve_device, resolve_dtype, torch_has_cuda
 from headrace.weights.headers import open_headers
 from headrace.weights.source import read_spec, resolve
 
@@ -41,7 +42,7 @@ def prepare(config: ServeConfig, *, say: Callable[[str], None]) -> Prepared:
     source = resolve(config.engine.model.model, say=say)
     spec = read_spec(source)
     mesh = build_mesh(config.engine.layout, spec)
-    device = resolve_device(config.engine.model.device, mesh.num_ranks)
+    device = _device(config.engine.model.device, mesh.num_ranks, say)
     _check_length(config.engine, spec)
     # A missing or truncated file ends here, before anything is started. Names and shapes are checked by every worker
     # before it reads a byte: their table lies with the models, which need torch.
@@ -58,6 +59,16 @@ def prepare(config: ServeConfig, *, say: Callable[[str], None]) -> Prepared:
     )
     http = replace(config.http, served_name=config.http.served_name or source.name)
     return Prepared(config=replace(config, engine=engine, http=http), spec=spec, mesh=mesh)
+
+
+def _device(asked: DeviceName, num_ranks: int, say: Callable[[str], None]) -> Literal["cpu", "cuda"]:
+    """The device of the ranks: GPUs have no kernels and no edges yet, and half a pipeline on them helps nobody."""
+    if asked == "cuda":
+        resolve_device(asked, num_ranks)  # what no version could do is said first
+        raise UserError("--device cuda: this version computes on processors only")
+    if asked == "auto" and num_gpus() and torch_has_cuda():
+        say("the GPUs here are not used yet: this version computes on processors")
+    return "cpu"
 
 
 def _check_length(config: EngineConfig, spec: ModelSpec) -> None:

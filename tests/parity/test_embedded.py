@@ -1,0 +1,40 @@
+"""The embedded model: the same sensible text from one, two and three stages, equal to `transformers` on the file."""
+
+from __future__ import annotations
+
+from headrace import LLM, SamplingParams
+from headrace.weights.source import resolve
+from tests.gguf_files import load_gguf_reference
+from tests.parity.reference import Written, check
+
+QUESTIONS = [
+    "What is the capital of France?",
+    "Name the planet we live on.",
+    "Count from one to five.",
+    "Write one sentence about a river.",
+]
+
+
+def test_every_depth_says_the_same_and_transformers_agrees() -> None:
+    texts = []
+    params = SamplingParams(temperature=0.0, max_tokens=24, logprobs=2)
+    for pp in (1, 2, 3):
+        with LLM(pp=pp, dtype="float32", device="cpu", max_len=512) as llm:
+            answers = llm.chat([[{"role": "user", "content": question}] for question in QUESTIONS], params)
+            texts.append([answer.text for answer in answers])
+    assert "Paris" in texts[0][0] and "Earth" in texts[0][1]
+    assert texts[0] == texts[1] == texts[2]
+    reference = load_gguf_reference(resolve(None, say=lambda _: None).path)
+    for question, answer in zip(QUESTIONS, answers, strict=True):
+        entries = answer.logprobs or []
+        top = [dict(zip(entry.top_tokens, entry.top_logprobs, strict=True)) for entry in entries]
+        written = Written(answer.prompt_token_ids, answer.token_ids, [entry.logprob for entry in entries], top)
+        check(reference, written, question)
+
+
+def test_the_fast_type_answers_too() -> None:
+    with LLM(pp=2, device="cpu", max_len=512) as llm:
+        (answer,) = llm.chat(
+            [{"role": "user", "content": QUESTIONS[0]}], SamplingParams(temperature=0.0, max_tokens=24)
+        )
+        assert "Paris" in answer.text and answer.finish_reason == "stop"

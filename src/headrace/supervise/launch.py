@@ -91,12 +91,12 @@ def _threads(count: int) -> dict[str, str]:
 
 
 def _yielding() -> dict[str, str]:
-    """A thread that waits for its siblings spins for a moment, then sleeps.
+    """A thread that waits for its siblings spins for a moment (some 2 ms), then sleeps.
 
-    Left to itself the OpenMP library spins for milliseconds, and so keeps off its core the very thread it waits for as
+    Left to itself the OpenMP library spins ten times as long, and so keeps off its core the very thread it waits for as
     soon as anything else runs there, be it our own HTTP process.
     """
-    return {} if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys() else {"GOMP_SPINCOUNT": "2000"}
+    return {} if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys() else {"GOMP_SPINCOUNT": "30000"}
 
 
 def _python(module: str) -> tuple[str, ...]:

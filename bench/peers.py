@@ -97,6 +97,7 @@ def write_plain() -> None:
         name: tensor.float().contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"
     }
     save_file(state, PLAIN / "model.safetensors", metadata={"format": "pt"})
+    model.config.architectures = ["LlamaForCausalLM"]  # a GGUF names none, and the server asks
     model.config.save_pretrained(PLAIN)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(PLAIN)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from headrace.errors import UnsupportedModel
 from headrace.layers.axis import Axis
 from headrace.spec import Int4Spec, ModelSpec
 
@@ -44,7 +45,5 @@ class Build:
             return None
         covered = {quant.covers(f"{self.spec.weight_prefix}model.{module}") for module in modules}
         if len(covered) > 1:
-            from headrace.errors import UnsupportedModel
-
             raise UnsupportedModel(f"INT4 for only some of {', '.join(modules)} is not supported: they are one product")
         return quant if covered == {True} else None

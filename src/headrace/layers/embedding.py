@@ -52,6 +52,8 @@ class Head(nn.Module):
         self.own = VocabMatrix(build) if tied is None else None
         self._matrix = [self.own if tied is None else tied]  # in a list: not a child module, so counted once
         self._product: Product | None = None
+        self.copied_bytes = 0
+        """Of the product's own copy of a matrix that the embedding keeps too."""
 
     def slots(self, name: str, expert: int | None = None) -> dict[str, Slot]:
         """The local rows, unless the embedding holds them."""
@@ -62,8 +64,11 @@ class Head(nn.Module):
         matrix = self._matrix[0]
         assert matrix is not None
         self._product = product_of(matrix.weight.data)
-        if self.own is not None and self._product.owns_weight:
-            self._matrix, self.own = [], None
+        if not self._product.owns_weight:
+            return
+        if self.own is None:
+            self.copied_bytes = matrix.weight.nbytes
+        self._matrix, self.own = [], None
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         if self._product is not None:

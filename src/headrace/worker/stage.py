@@ -73,7 +73,7 @@ def bring_up(config: EngineConfig, rank: int, store: str, progress: Callable[[in
     model = build_model(build)
     checkpoint = Checkpoint(source, spec)
     load(checkpoint, bind(model, rules_of(spec), spec, checkpoint.tensors), progress)
-    before = weight_bytes(model)
+    loaded_bytes = weight_bytes(model)
     model.finalise()
     stage = mesh.stage_of(rank)
     return Stage(
@@ -84,7 +84,7 @@ def bring_up(config: EngineConfig, rank: int, store: str, progress: Callable[[in
         model=model,
         dtype=dtype,
         device=device,
-        weight_bytes=before,
+        weight_bytes=loaded_bytes + (model.head.copied_bytes if model.head is not None else 0),
         page_bytes=page_bytes(spec, mesh, stage, config.schedule.page_size, config.model.dtype),
         kv_memory=config.schedule.kv_memory or _free_memory(mesh.num_ranks),
         load_s=time.monotonic() - started,

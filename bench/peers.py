@@ -52,7 +52,7 @@ PEERS = (
     _headrace("headrace pp2", "--pp", "2"),
     _headrace("headrace pp2 float32", "--pp", "2", "--dtype", "float32"),
     Peer(
-        "transformers serve float32, continuous batching",
+        "transformers serve float32 (continuous batching)",
         (
             str(Path(sys.executable).with_name("transformers")), "serve", "{plain}", "--device", "cpu",
             "--dtype", "float32", "--continuous-batching", "--port", "{port}", "--host", "127.0.0.1",
@@ -139,6 +139,7 @@ def measure(url: str, levels: str) -> dict[str, Any]:
     command += ["--input", str(INPUT), "--output", str(OUTPUT)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
+    found["model"] = str(found["model"]).removeprefix(f"{ROOT}/")
     return found
 
 

@@ -36,7 +36,7 @@ def spec_from_config(config: Config) -> ModelSpec:
     """
     names = config.get("architectures") or []
     architecture = names[0] if names else str(config.get("model_type", ""))
-    reader = _READERS.get(architecture)
+    reader = _READERS.get(architecture) if isinstance(architecture, str) else None
     if reader is None:
         raise UnsupportedModel(
             f"architecture {architecture or 'not named'!r} is not supported; supported: {', '.join(sorted(_READERS))}"
@@ -48,7 +48,9 @@ def spec_from_config(config: Config) -> ModelSpec:
         return reader(config, architecture)
     except KeyError as error:
         raise UnsupportedModel(f"config.json: field {error} is missing ({architecture})") from None
-    except TypeError as error:
+    except UnsupportedModel:
+        raise
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise UnsupportedModel(
             f"config.json: a field has a value of the wrong type ({architecture}): {error}"
         ) from None
@@ -197,6 +199,9 @@ _READERS = {
 
 
 def _finish(config: Config, architecture: str, family: str, layers: tuple[LayerSpec, ...], rope: RopeSpec) -> ModelSpec:
+    for field in ("hidden_size", "vocab_size", "max_position_embeddings", "num_attention_heads"):
+        if not isinstance(config[field], int) or config[field] < 1:
+            raise UnsupportedModel(f"config.json: {field} {config[field]!r} is not a positive whole number")
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise UnsupportedModel(f"config.json: hidden_act {activation!r} is not supported; only 'silu' is")

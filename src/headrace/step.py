@@ -310,8 +310,6 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded", array_like=True):
     kv_memory: int
     """Bytes this rank can give the KV cache."""
     load_s: float
-    notes: list[str] = []
-    """Things the user should be told (ignored tensors, say)."""
 
 
 class Allocate(msgspec.Struct, frozen=True, tag="allocate", array_like=True):

@@ -17,7 +17,9 @@ from tests.parity.server import complete, metric, names_of, served
 from tests.tiny import TINY, VOCAB, load_reference, write_tiny
 
 MAX_TOKENS = {1: 16, 9: 24, 40: 12}
-"""By load; with tight pages every request grows past what it was admitted with."""
+"""By load."""
+TIGHT_TOKENS = 64
+"""With tight pages: more than the room for growth that an admission leaves."""
 LONGEST = 90
 
 
@@ -36,18 +38,21 @@ def model(root: Path, family: str) -> tuple[Path, Any, dict[str, int]]:
 
 def run(case: Case, root: Path, tmp_path: Path) -> None:
     folder, reference, names = model(root, case.family)
-    longest = LONGEST if case.chunk > 1 else 30
+    tight = case.pressure == "tight"
+    longest = LONGEST if case.chunk > 1 and not tight else 30
+    max_tokens = TIGHT_TOKENS if tight else MAX_TOKENS[case.load]
     asked = prompts(case.load, case.load, longest=longest)
-    max_len = longest + MAX_TOKENS[case.load]
-    # Tight: two of the longest requests fit, so growth pre-empts; each alone always fits.
-    room = 2 * max_len + 2 * case.page_size if case.pressure == "tight" else 64 * max_len
+    max_len = longest + max_tokens
+    # Tight: two are let in and grow until one must go; the longest alone always fits.
+    room = max_len + 40 if tight else 64 * max_len
     flags = ["--max-len", str(max_len), "--kv-memory", str(room * kv_bytes(case)), "--dtype", "float32"]
     with served(str(folder), *case.flags, *flags, "--device", "cpu", stderr=tmp_path / "log") as server:
-        for i, written in enumerate(complete(server, asked, MAX_TOKENS[case.load], names, seed=3)):
-            assert len(written.tokens) == MAX_TOKENS[case.load]
+        for i, written in enumerate(complete(server, asked, max_tokens, names, seed=3)):
+            assert len(written.tokens) == max_tokens
             check(reference, written, f"{case.name}, request {i}")
         # The engine tells its status when it falls silent.
         assert any(metric(server, "headrace:num_requests_running") == 0 for _ in range(500))
+        assert (metric(server, "headrace:num_preemptions_total") > 0) == tight
 
 
 def kv_bytes(case: Case) -> int:

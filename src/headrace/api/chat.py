@@ -14,7 +14,7 @@ from msgspec import UNSET
 from headrace.api.errors import ApiError, bad_value, unsupported
 from headrace.api.generation import Entry, collect, run_all
 from headrace.api.logprobs import chat_logprobs
-from headrace.api.request import check_fields, check_model, encode, generations, room_for, sampling_of
+from headrace.api.request import check_fields, check_model, encode_prompt, generations, room_for, sampling_of
 from headrace.api.schema import ChatRequest, Message, Tool
 from headrace.api.service import Service
 from headrace.api.shapes import (
@@ -146,7 +146,7 @@ def chat_routes(service: Service) -> APIRouter:
         tools = None if body.tool_choice == "none" else body.tools
         prompt = render(service, body.messages, tools, body.chat_template_kwargs)
         # A template writes its own special tokens.
-        tokens = await encode(service, prompt, add_special=False, param="messages")
+        tokens = await encode_prompt(service, prompt, add_special=False, param="messages")
         job = _Job(service, body, tokens)
         return EventStream(_stream(job)) if body.stream else await answer(request, _whole(job))
 

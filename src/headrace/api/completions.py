@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 from headrace.api.errors import bad_value, unsupported
 from headrace.api.generation import Entry, Piece, collect, run_all
 from headrace.api.logprobs import completion_logprobs, joined, prompt_logprobs
-from headrace.api.request import check_fields, check_model, encode, generations, room_for, sampling_of
+from headrace.api.request import check_fields, check_model, encode_prompt, generations, room_for, sampling_of
 from headrace.api.schema import CompletionRequest
 from headrace.api.service import Service
 from headrace.api.shapes import (
@@ -138,7 +138,7 @@ async def _read_prompts(service: Service, body: CompletionRequest) -> list[_Prom
     for index, prompt in enumerate(several):
         param = f"prompt[{index}]" if several is given else "prompt"
         if isinstance(prompt, str):
-            tokens = await encode(service, prompt, add_special=True, param=param)
+            tokens = await encode_prompt(service, prompt, add_special=True, param=param)
             prompts.append(_Prompt(tokens, well_formed(prompt) if body.echo else ""))
             continue
         if max(prompt) >= service.model.vocab_size:

@@ -110,7 +110,7 @@ def generations(
     base = uuid4().hex
     runs: list[Generation] = []
     for tokens, asked in prompts:
-        sampling = asked.ending_at(service.tokenizer.eos_ids)
+        sampling = asked.ending_at([i for i in service.tokenizer.eos_ids if i < service.model.vocab_size])
         for index in range(num_each):
             params = sampling
             if index and sampling.seed is not None:
@@ -132,13 +132,17 @@ def _wrap(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-async def encode(service: Service, text: str, *, add_special: bool, param: str) -> list[int]:
-    """Token ids of a prompt. Raises a 400 when there are none."""
+async def encode(service: Service, text: str, *, add_special: bool) -> list[int]:
+    """Token ids of a text."""
     tokenizer = service.tokenizer
     if len(text) > LONG_TEXT:
-        tokens = await asyncio.to_thread(tokenizer.encode, text, add_special=add_special)
-    else:
-        tokens = tokenizer.encode(text, add_special=add_special)
+        return await asyncio.to_thread(tokenizer.encode, text, add_special=add_special)
+    return tokenizer.encode(text, add_special=add_special)
+
+
+async def encode_prompt(service: Service, text: str, *, add_special: bool, param: str) -> list[int]:
+    """Token ids of a prompt. Raises a 400 when there are none."""
+    tokens = await encode(service, text, add_special=add_special)
     if not tokens:
         raise bad_value(param, "is empty")
     return tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 
 from headrace.api.chat import render
-from headrace.api.request import check_model
+from headrace.api.request import check_model, encode
 from headrace.api.schema import DetokenizeRequest, TokenizeRequest
 from headrace.api.service import Service
 from headrace.api.shapes import Detokenized, Tokenized, describe
@@ -32,7 +32,7 @@ def tokenizer_routes(service: Service) -> APIRouter:
                 ),
                 False,
             )
-        tokens = service.tokenizer.encode(text, add_special=add_special)
+        tokens = await encode(service, text, add_special=add_special)
         texts = [service.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
         return json_response(Tokenized(len(tokens), service.engine.status.max_len or None, tokens, texts))
 

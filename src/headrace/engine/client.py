@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from headrace.channel import join, join_url
 from headrace.errors import Fault
-from headrace.step import Abort, EngineMessage, EngineStatus, Hello, Output, Outputs, SamplingParams, Submit, pack
+from headrace.step import (
+    Abort,
+    ClientMessage,
+    EngineMessage,
+    EngineStatus,
+    Hello,
+    Output,
+    Outputs,
+    SamplingParams,
+    Submit,
+    pack,
+)
 from headrace.supervise.private import read_config
 
+WATCH_S = 1.0
 SILENCE_S = 15.0
 """An engine that says nothing for so long is lost: it sends its status every second."""
 
@@ -29,8 +41,11 @@ class EngineClient:
         self._lost: str | None = None
         self._queues: dict[str, asyncio.Queue[Output | None]] = {}
         self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(EngineMessage).decode
         self._socket: zmq.Socket[bytes] | None = None
-        self._reader: asyncio.Task[None] | None = None
+        self._descriptor = -1
+        self._watcher: asyncio.Task[None] | None = None
+        self._heard_s = 0.0
 
     @property
     def status(self) -> EngineStatus:
@@ -46,19 +61,22 @@ class EngineClient:
         """Connect and listen."""
         transport = read_config(self._directory).engine.run.transport
         url = join_url(self._directory, transport, "clients")
-        socket = await asyncio.to_thread(join, zmq.Context.instance(), url)
-        self._socket = socket
-        socket.send(self._encode(Hello()))
-        self._reader = asyncio.create_task(self._read(socket), name="engine-client")
+        self._socket = await asyncio.to_thread(join, zmq.Context.instance(), url)
+        self._heard_s = time.monotonic()
+        self._descriptor = int(self._socket.getsockopt(zmq.FD))
+        asyncio.get_running_loop().add_reader(self._descriptor, self._drain)
+        self._watcher = asyncio.create_task(self._watch(), name="engine-client")
+        self._send(Hello())
 
     async def stop(self) -> None:
         """Disconnect; requests that still run end with a Fault."""
         self._lose("the client was stopped")
-        if self._reader is not None:
-            self._reader.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._reader
+                await self._watcher
         if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._descriptor)
             self._socket.close(linger=0)
             self._socket = None
 
@@ -74,7 +92,7 @@ class EngineClient:
         self._queues[request_id] = queue
         finished = False
         try:
-            self._socket.send(self._encode(Submit(request_id, pack(tokens), sampling)))
+            self._send(Submit(request_id, pack(tokens), sampling))
             while not finished:
                 output = await queue.get()
                 if output is None:
@@ -84,21 +102,35 @@ class EngineClient:
         finally:
             del self._queues[request_id]
             if not finished and self._lost is None and self._socket is not None:
-                self._socket.send(self._encode(Abort([request_id])))
+                self._send(Abort([request_id]))
 
-    async def _read(self, socket: zmq.Socket[bytes]) -> None:
-        # A shadow for waiting only: the plain socket then drains everything that is there at one wake-up.
-        waiting = zmq.asyncio.Socket.shadow(socket.underlying)
-        decode = msgspec.msgpack.Decoder(EngineMessage).decode
+    def _drain(self) -> None:
+        """Take in all that is there.
+
+        ZeroMQ's descriptor signals an edge, and any call on the socket may consume it: so it is drained when the
+        descriptor fires, and after every send.
+        """
+        socket = self._socket
         try:
-            while True:
-                if not await waiting.poll(int(SILENCE_S * 1000)):
-                    self._lose(f"no word from the engine for {SILENCE_S:g} s")
-                    return
-                while socket.poll(0):
-                    self._take(decode(socket.recv(zmq.NOBLOCK)))
+            while socket is not None and socket.poll(0):
+                self._take(self._decode(socket.recv(zmq.NOBLOCK)))
+                self._heard_s = time.monotonic()
+                socket = self._socket
         except zmq.ZMQError as error:
             self._lose(f"connection to the engine: {error}")
+
+    def _send(self, message: ClientMessage) -> None:
+        assert self._socket is not None
+        self._socket.send(self._encode(message))
+        self._drain()
+
+    async def _watch(self) -> None:
+        """Notice an engine that falls silent."""
+        while self._lost is None:
+            await asyncio.sleep(WATCH_S)
+            self._drain()  # before judging: this process may have been the one that slept
+            if time.monotonic() - self._heard_s > SILENCE_S:
+                self._lose(f"no word from the engine for {SILENCE_S:g} s")
 
     def _take(self, message: Outputs | EngineStatus) -> None:
         if isinstance(message, EngineStatus):

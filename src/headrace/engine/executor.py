@@ -84,11 +84,12 @@ class Executor:
                     on_progress(done, sum(t for _, t in ranks.progress.values()))
         return ranks.loaded
 
-    def allocate(self, max_len: int, num_pages: int) -> dict[int, Prepared]:
-        """Have every rank make its KV cache; returns when all can run plans."""
+    def allocate(self, max_len: int, num_pages: int, idle: Callable[[], None]) -> dict[int, Prepared]:
+        """Have every rank make its KV cache; returns when all can run plans. `idle` is called often."""
         self._to_all(Allocate(num_pages=num_pages, max_len=max_len))
         deadline = time.monotonic() + self._config.run.timeout_s
         while len(self._ranks.prepared) < self._mesh.num_ranks:
+            idle()
             if time.monotonic() > deadline:
                 missing = sorted(set(range(self._mesh.num_ranks)) - self._ranks.prepared.keys())
                 raise PeerLost(f"rank {missing[0]} did not prepare its KV cache in time (--timeout)")

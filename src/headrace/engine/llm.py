@@ -130,18 +130,11 @@ class LLM:
             sampling = [sampling or SamplingParams()] * len(many)
         if len(sampling) != len(many):
             raise UserError(f"sampling: {len(sampling)} for {len(many)} prompts")
-        pending: dict[str, _Pending] = {}
-        for index, (prompt, params) in enumerate(zip(many, sampling, strict=True)):
-            tokens = self.tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else list(prompt)
-            try:
-                params.validate(self.spec.vocab_size)
-            except ValueError as error:
-                raise UserError(str(error)) from None
-            detokenizer = self._detokenizer(params)
-            if detokenizer is not None:
-                params = params.ending_at(self.tokenizer.eos_ids)
-            pending[self._submit(tokens, params)] = _Pending(index, tokens, params, detokenizer)
-        return self._collect(pending)
+        # All are checked before any is submitted: what is wrong with one must not leave others running.
+        checked = [
+            self._check(i, prompt, params) for i, (prompt, params) in enumerate(zip(many, sampling, strict=True))
+        ]
+        return self._collect({self._submit(one.tokens, one.sampling): one for one in checked})
 
     def chat(
         self,
@@ -204,6 +197,20 @@ class LLM:
             self.close()
 
     # --- underneath -------------------------------------------------------------------------------------------------
+
+    def _check(self, index: int, prompt: Prompt, params: SamplingParams) -> _Pending:
+        vocab = self.spec.vocab_size
+        tokens = self.tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else list(prompt)
+        if not all(0 <= token < vocab for token in tokens):
+            raise UserError(f"prompt: token ids must be between 0 and {vocab - 1}")
+        try:
+            params.validate(vocab)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        detokenizer = self._detokenizer(params)
+        if detokenizer is not None:
+            params = params.ending_at([token for token in self.tokenizer.eos_ids if token < vocab])
+        return _Pending(index, tokens, params, detokenizer)
 
     def _submit(self, tokens: Sequence[int], params: SamplingParams) -> str:
         if self._closed:

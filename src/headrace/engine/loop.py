@@ -89,6 +89,8 @@ class Engine:
                 on_ready(self.status())
             while not self._stopped:
                 self._turn()
+        except _StoppedEarly:
+            pass
         finally:
             self._set_phase("stopping")
             self._executor.stop()
@@ -107,13 +109,8 @@ class Engine:
             self._hear_clients()
             self._tell_status()
 
-        try:
-            loaded = self._executor.load(progress, idle)
-        except _StoppedEarly:
-            return
+        loaded = self._executor.load(progress, idle)
         self._load_s = max(one.load_s for one in loaded.values())
-        for note in dict.fromkeys(note for one in loaded.values() for note in one.notes):
-            log.info("%s", note)
         schedule = self._config.schedule
         longest = self._config.model.max_len or self._spec.max_positions
         self._capacity = self._executor.capacity(schedule.max_running * (longest + schedule.page_size))
@@ -125,7 +122,7 @@ class Engine:
                 "--max-len asks for" if self._config.model.max_len else "the model has positions for",
                 longest,
             )
-        self._executor.allocate(self._max_len, self._capacity.num_pages)
+        self._executor.allocate(self._max_len, self._capacity.num_pages, idle)
         assert schedule.chunk is not None
         self._scheduler = Scheduler(
             SchedulerConfig(

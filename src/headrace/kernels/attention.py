@@ -12,6 +12,9 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+MOST_SCORES = 1 << 24
+"""Attention scores of a latent group that are held at once."""
+
 
 class Attention(Protocol):
     """What one step's rows attend to. Made once a step, used by every layer of the stage."""
@@ -88,24 +91,37 @@ class TorchAttention:
 def _grouped(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """Attention of q [B, n, H, D] to k, v [B, K, L, .]: [B * n, H, Dv].
-
-    The G query heads of a KV head stand along the query dim, so that keys are never repeated.
-    """
+    """Attention of q [B, n, H, D] to k, v [B, K, L, .]: [B * n, H, Dv]. Keys are never repeated for their G queries."""
     b, n, heads, dim = q.shape
-    kv_heads, length = k.shape[1], k.shape[2]
+    if v.shape[-1] != dim:
+        return _latent(q, k, v, mask, scale)
+    kv_heads = k.shape[1]
     g = heads // kv_heads
-    q = q.view(b, n, kv_heads, g, dim).permute(0, 2, 3, 1, 4).reshape(b, kv_heads, g * n, dim)
-    if mask is not None and n > 1:
-        mask = mask.expand(b, 1, n, length).repeat(1, 1, g, 1)
-    if v.shape[-1] == dim:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    else:  # MLA: values narrower than keys, which the fused kernel does not take
-        scores = torch.matmul(q, k.transpose(-1, -2)).float() * scale
+    if n == 1:  # the G query heads of a KV head stand along the query dim
+        q = q.view(b, kv_heads, g, dim)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).reshape(b, heads, -1)
+    assert b == 1, "rows of several positions are attended one request at a time"
+    q = q.view(n, kv_heads, g, dim).permute(1, 2, 0, 3)  # KV heads along the batch dim, so that one mask serves all
+    k, v = (x.transpose(0, 1).expand(-1, g, -1, -1) for x in (k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return out.permute(2, 0, 1, 3).reshape(n, heads, -1)
+
+
+def _latent(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
+    """The same where all heads share one key and the values are narrower, which the library's kernel does not take.
+
+    Some heads at a time, so that scores never take more than `MOST_SCORES` values (or what one head needs).
+    """
+    b, n, heads, _ = q.shape
+    keys = k.transpose(-1, -2)
+    step = max(1, MOST_SCORES // (b * n * k.shape[2]))
+    parts = []
+    for first in range(0, heads, step):
+        scores = torch.matmul(q[:, :, first : first + step].transpose(1, 2), keys).float().mul_(scale)
         if mask is not None:
-            scores = scores + mask
-        out = torch.matmul(scores.softmax(-1).to(q.dtype), v)
-    return out.view(b, kv_heads, g, n, -1).permute(0, 3, 1, 2, 4).reshape(b * n, heads, -1)
+            scores += mask
+        parts.append(torch.matmul(scores.softmax(-1).to(q.dtype), v))
+    return torch.cat(parts, dim=1).transpose(1, 2).reshape(b * n, heads, -1)
 
 
 def _collect(out: torch.Tensor | None, part: torch.Tensor, group: Group, q: torch.Tensor) -> torch.Tensor:

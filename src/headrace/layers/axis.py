@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -18,12 +20,15 @@ class Axis:
     size: int = 1
     index: int = 0
     group: dist.ProcessGroup | None = None
-    name: str = "tensor"
+    name: str = ""
+    """In messages: "tensor ranks of stage 1"."""
+    timeout_s: float = 60.0
+    """Deadline of each collective."""
 
     @classmethod
-    def at(cls, place: Place, group: dist.ProcessGroup | None, name: str) -> Axis:
+    def at(cls, place: Place, group: dist.ProcessGroup | None, name: str, timeout_s: float = 60.0) -> Axis:
         """An axis at a place of the mesh."""
-        return cls(place.size, place.index, group, name)
+        return cls(place.size, place.index, group, name, timeout_s)
 
     def share(self, count: int) -> range:
         """Which of `count` equal things are held here."""
@@ -37,8 +42,8 @@ class Axis:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the axis, in place."""
         if self.size > 1:
-            with _named(self.name):
-                dist.all_reduce(x, group=self.group)
+            with _named(self):
+                _wait(dist.all_reduce(x, group=self.group, async_op=True), self.timeout_s)
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -46,21 +51,36 @@ class Axis:
         if self.size == 1:
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        with _named(self.name):
-            dist.all_gather(parts, x.contiguous(), group=self.group)
+        with _named(self):
+            _wait(dist.all_gather(parts, x.contiguous(), group=self.group, async_op=True), self.timeout_s)
         return torch.cat(parts, dim=-1)
 
 
 class _named:
-    """Turns a collective's failure into one line that names the axis."""
+    """Turns a collective's failure into one line that names the axis and the place on it."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, PeerLost):
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise PeerLost(f"collective on the {self.name} axis failed: {first}") from error
+            problem = library_words(error)
+            if "imed out" in problem or "timeout" in problem.lower():
+                problem = f"nothing from the others within {self.axis.timeout_s:g} s (--timeout)"
+            raise PeerLost(f"sum over the {self.axis.name}, at place {self.axis.index}: {problem}") from error
+
+
+def _wait(work: dist.Work | None, timeout_s: float) -> None:
+    assert work is not None
+    work.wait(timedelta(seconds=timeout_s))
+
+
+def library_words(error: BaseException) -> str:
+    """What the communication library says, without its source paths and advice."""
+    text = str(error).strip()
+    if not text:
+        return type(error).__name__
+    return re.sub(r"^\[[^\]]*\]\s*", "", text.splitlines()[0]).split(". ")[0]

@@ -13,6 +13,9 @@ from headrace.schedule.policy import decode_quota, prompt_budget, share_budget
 from headrace.schedule.request import Event, Job, Request
 from headrace.step import StepPlan, StepResult, unpack
 
+PROMPT_SHARE = 8
+"""One in so many tokens of a plan is kept for prompts, where there are any."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
@@ -198,7 +201,9 @@ class Scheduler:
             [flight.num_returning for flight in self._flights],
             self._ways,
         )
-        num_decodes = min(num_decodes, self.config.chunk)
+        # Prompts get some of every plan, however many decode: else one would wait for whole answers to end.
+        kept = -(-self.config.chunk // PROMPT_SHARE) if self._prefilling and self.config.chunk > 1 else 0
+        num_decodes = min(num_decodes, self.config.chunk - kept)
         picked = [(job, 1) for job in islice(self._ready, num_decodes)]
         if self._prefilling:
             remaining = [job.num_tokens - job.num_computed for job in self._prefilling]

@@ -46,7 +46,9 @@ class LibraryTokenizer:
 
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         """See `Tokenizer.encode`."""
-        return list(self._backend.encode(well_formed(text), add_special_tokens=add_special).ids)
+        # A batch of one: unlike `encode`, it lets other threads run meanwhile.
+        (encoding,) = self._backend.encode_batch([well_formed(text)], add_special_tokens=add_special)
+        return list(encoding.ids)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
         """See `Tokenizer.decode`."""

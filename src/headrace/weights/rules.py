@@ -12,7 +12,7 @@ from typing import Protocol, cast
 
 from torch import nn
 
-from headrace.errors import CheckpointError
+from headrace.errors import CheckpointError, UnsupportedModel
 from headrace.spec import DenseSpec, Int4Spec, LayerSpec, ModelSpec, MoeSpec
 from headrace.weights.headers import listed
 from headrace.weights.slots import Slot
@@ -123,9 +123,12 @@ def bind(model: nn.Module, rules: Iterable[Rule], spec: ModelSpec, present: Iter
         key = (item.target, item.rule.part, item.expert)
         if key not in cache:
             cache = {key: cast("HasSlots", module).slots(item.rule.part, item.expert)}
+        if not cache[key]:
+            continue  # another rank's expert, or a head that shares the embedding
         slot = cache[key].get(item.suffix)
-        if slot is not None:
-            found.setdefault(item.tensor, []).append(slot)
+        if slot is None:
+            raise UnsupportedModel(f"{item.tensor} is stored otherwise than its siblings, with which it is one product")
+        found.setdefault(item.tensor, []).append(slot)
     return found
 
 

@@ -7,7 +7,6 @@ is complete.
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.errors import PeerLost
-from headrace.layers.axis import Axis
+from headrace.layers.axis import Axis, library_words
 from headrace.mesh import Mesh
 
 OWN_TIMEOUT_FACTOR = 3
@@ -32,16 +31,19 @@ class Receive:
 
     def __init__(self, edge: Edge, plan_id: int, tensor: torch.Tensor) -> None:
         self._edge, self._plan_id, self._tensor = edge, plan_id, tensor
-        self._deadline = time.monotonic() + edge.timeout_s
+        self._posted_s = time.monotonic()
         with edge.naming(plan_id):
             self._work = dist.irecv(tensor, src=edge.peer, group=edge.group)
 
     def wait(self) -> torch.Tensor:
         """The tensor, once it is there. Raises PeerLost naming rank, edge and plan."""
-        left = max(0.001, self._deadline - time.monotonic())
+        # Several are posted at once, and what comes before this one takes its time too.
+        start = max(self._posted_s, self._edge.last_received_s)
+        left = max(0.001, start + self._edge.timeout_s - time.monotonic())
         with self._edge.naming(self._plan_id):
             assert self._work is not None
             self._work.wait(timedelta(seconds=left))
+        self._edge.last_received_s = time.monotonic()
         return self._tensor
 
 
@@ -50,6 +52,7 @@ class Edge:
 
     def __init__(self, group: dist.ProcessGroup, peer: int, name: str, timeout_s: float, depth: int) -> None:
         self.group, self.peer, self.name, self.timeout_s, self.depth = group, peer, name, timeout_s, depth
+        self.last_received_s = 0.0
         self._sent: deque[tuple[int, dist.Work, torch.Tensor]] = deque()
 
     def send(self, plan_id: int, tensor: torch.Tensor) -> None:
@@ -108,14 +111,6 @@ class Comm:
     """Sampled tokens, on the rank that samples."""
 
 
-def library_words(error: BaseException) -> str:
-    """What the communication library says, without its source paths and advice."""
-    text = str(error).strip()
-    if not text:
-        return type(error).__name__
-    return re.sub(r"^\[[^\]]*\]\s*", "", text.splitlines()[0]).split(". ")[0]
-
-
 def connect(mesh: Mesh, rank: int, store_url: str, timeout_s: float, max_in_flight: int) -> Comm:
     """Join all ranks; every rank calls this at the same time. Raises PeerLost if they do not come together."""
     tensor, expert, piece = mesh.tensor(rank), mesh.expert(rank), mesh.expert_slice(rank)
@@ -157,7 +152,7 @@ def connect(mesh: Mesh, rank: int, store_url: str, timeout_s: float, max_in_flig
         elif edge is not None:
             feedback_out.append(edge)
     return Comm(
-        Axis.at(tensor, tensor_group, f"stage {mesh.stage_of(rank)} tensor"),
+        Axis.at(tensor, tensor_group, f"tensor ranks of stage {mesh.stage_of(rank)}", timeout_s),
         Axis.at(expert, None, "expert"),
         Axis.at(piece, None, "expert slice"),
         previous,

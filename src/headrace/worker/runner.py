@@ -57,6 +57,8 @@ class Runner:
         self._page_size, self._dtype, self._device = page_size, dtype, device
         self._first, self._last = mesh.is_first(rank), mesh.is_last(rank)
         self._samples = rank == mesh.sampler
+        self._window = mesh.pp
+        """Plans in flight at most."""
         self._mirror = Mirror(max_running, -(-max_len // page_size))
         self._sampler = Sampler(max_running, spec.vocab_size, device) if self._samples else None
         self._held: deque[Held] = deque()
@@ -110,6 +112,8 @@ class Runner:
         self._sampled_in[sampling] = plan.plan_id
         if held.feedback is not None:
             self._awaited.append((plan.plan_id, sampling, held.feedback))
+            # What left the window has arrived; tokens that nobody continues from are not kept for ever.
+            self._take_tokens(plan.plan_id - self._window)
         self.num_steps += 1
         self.num_tokens += rows.num_tokens
         self.busy_s += (ended - started) * 1e-9
@@ -123,7 +127,10 @@ class Runner:
             return
         from_sample = rows.starts >= self._mirror.known[rows.slots]
         needed = int(self._sampled_in[rows.slots[from_sample]].max(initial=-1))
-        while self._awaited and self._awaited[0][0] <= needed:
+        self._take_tokens(needed)
+
+    def _take_tokens(self, up_to: int) -> None:
+        while self._awaited and self._awaited[0][0] <= up_to:
             _, slots, receive = self._awaited.popleft()
             self._last_token[torch.from_numpy(slots).to(self._device)] = receive.wait()
 

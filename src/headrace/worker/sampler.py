@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.errors import Fault
 from headrace.step import Register, SamplerSpec, TokenLogprobs
 
 NUCLEUS_GUESS = 512
@@ -87,6 +88,8 @@ class Sampler:
     ) -> tuple[torch.Tensor, dict[int, TokenLogprobs]]:
         """Tokens [R] int64 for rows of `slots`, to stand at `positions`; log-probabilities by row where asked for."""
         raw = logits_RV.float()
+        if not bool(raw.sum().isfinite()):
+            raise Fault("the model computed a NaN or an infinity: its weights or its dtype do not hold")
         logits = raw
         edited = np.flatnonzero(self._edits[slots])
         if len(edited):
@@ -133,8 +136,9 @@ class Sampler:
             scale = torch.from_numpy(self._temperature[rows]).to(self.device).unsqueeze(-1)
             picked = logits_RV if len(drawn) == len(slots) else logits_RV[torch.from_numpy(drawn).to(self.device)]
             noise = torch.from_numpy(uniform(self._seed[rows], positions[drawn])).to(self.device)
+            # From the best token down: a tiny temperature must not overflow.
             probs = truncate(
-                (picked / scale).softmax(-1),
+                ((picked - picked.amax(-1, keepdim=True)) / scale).softmax(-1),
                 torch.from_numpy(self._top_k[rows]).to(self.device),
                 torch.from_numpy(self._top_p[rows]).to(self.device),
                 torch.from_numpy(self._min_p[rows]).to(self.device),

@@ -13,7 +13,7 @@ DONE := $(VENV)/.done
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 QUIET := -qq --progress-bar off
 
-.PHONY: demo serve test check parity gpu-test clean
+.PHONY: demo serve test check parity clean
 
 demo: $(DONE)/package $(DONE)/model
 	@$(BIN)/python docs/demo.py
@@ -33,9 +33,6 @@ check: $(DONE)/package $(DONE)/dev
 
 parity: $(DONE)/package $(DONE)/dev $(DONE)/model
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m parity
-
-gpu-test: $(DONE)/package $(DONE)/dev
-	@$(BIN)/python -m pytest -m gpu
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .schemathesis .import_linter_cache

@@ -144,3 +144,22 @@ def test_ignore_entries_may_leave_out_the_wrappers_prefix() -> None:
 def test_a_nonsense_layer_count_is_refused(layers: object) -> None:
     with pytest.raises(UnsupportedModel, match="num_hidden_layers"):
         spec_from_config(published("qwen3-30b-a3b") | {"num_hidden_layers": layers})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"eos_token_id": "</s>"},
+        {"rms_norm_eps": "x"},
+        {"rope_scaling": "yarn"},
+        {"num_attention_heads": 0},
+        {"quantization_config": "fp8"},
+        {"architectures": [["x"]]},
+        {"vocab_size": "288"},
+        {"hidden_size": None},
+    ],
+)
+def test_a_broken_field_is_one_line(changes: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModel) as caught:
+        spec_from_config(published("qwen3-30b-a3b") | changes)
+    assert "\n" not in str(caught.value)

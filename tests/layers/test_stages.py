@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from headrace.config import LayoutConfig
-from headrace.errors import CheckpointError
+from headrace.errors import CheckpointError, UnsupportedModel
 from headrace.layers.axis import Axis
 from headrace.layers.batch import Batch
 from headrace.layers.build import Build
@@ -175,3 +176,13 @@ def test_rules_know_exactly_the_checkpoints_names(folders: dict[str, Path], name
     with pytest.raises(CheckpointError, match=r"model\.layers\.0\.surprise"):
         check_names(expand(rules_of(spec), spec), [*names, "model.layers.0.surprise"], spec)
     check_names(expand(rules_of(spec), spec), [*names, f"{spec.weight_prefix}model.rotary_emb.inv_freq"], spec)
+
+
+def test_experts_of_one_layer_are_all_stored_alike(folders: dict[str, Path]) -> None:
+    spec = spec_of(folders["kimi_k2_int4"])
+    assert spec.quant is not None
+    mixed = replace(spec, quant=replace(spec.quant, ignore=(*spec.quant.ignore, r"re:.*mlp\.experts\.5\..*")))
+    model = build_model(Build(spec=mixed, layers=range(spec.num_layers), max_len=64, dtype=torch.float32))
+    names = [item.tensor for item in expand(rules_of(mixed), mixed)]
+    with pytest.raises(UnsupportedModel, match=r"experts\.5\."):
+        bind(model, rules_of(mixed), mixed, names)

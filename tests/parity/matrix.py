@@ -72,8 +72,10 @@ def possible(case: Case) -> bool:
     """Whether the combination makes sense."""
     if case.split == "uneven" and case.pp == 1:
         return False
-    if case.pressure == "tight" and case.load != 9:
-        return False  # one alone is never pre-empted, and forty would take their turns for minutes
+    if case.pressure == "tight" and (case.load != 9 or case.chunk == 1):
+        # One alone is never pre-empted, forty would take their turns for minutes, and with chunks of one token a second
+        # request only starts when the first has ended.
+        return False
     moe = "n_routed_experts" in str(tiny_config(case.family)) or "num_experts" in tiny_config(case.family)
     return case.ranks != "ep2" or moe
 

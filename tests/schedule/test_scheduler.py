@@ -117,6 +117,19 @@ def test_two_long_prompts_do_not_hold_a_short_one_back() -> None:
     assert driver.requests["r2"].finish_reason == "length"
 
 
+@pytest.mark.parametrize("chunk", [2, 8, 64])
+def test_decodes_that_fill_the_chunk_leave_room_for_prompts(chunk: int) -> None:
+    driver = Driver(config(num_stages=1, chunk=chunk, max_running=100))
+    for _ in range(chunk):
+        driver.submit(1, max_tokens=200)
+    for _ in range(4):
+        driver.step()
+    driver.submit(5, max_tokens=1)
+    for _ in range(12):
+        driver.step()
+    assert driver.requests[f"r{chunk}"].finish_reason == "length"
+
+
 def test_slots_bound_admission_in_arrival_order() -> None:
     driver = Driver(config(max_running=2))
     for _ in range(4):

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.errors import Fault
 from headrace.step import Register, SamplerSpec, pack
 from headrace.worker.sampler import Sampler, draw, token_logprobs, truncate, uniform
 
@@ -153,3 +154,17 @@ def test_slots_do_not_inherit() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 8] = 1
     assert [sample(sampler, logits, [p])[0] for p in (1, 2, 3)] == [8, 8, 8]
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-10, 1e-3])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    logits = torch.randn(1, VOCAB) * 20
+    assert sample(sampler_with(SamplerSpec(temperature=temperature)), logits, [1]) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_are_a_fault(value: float) -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[1, 3] = value
+    with pytest.raises(Fault, match="NaN"):
+        sample(sampler_with(SamplerSpec(), SamplerSpec(temperature=0.0)), logits, [1, 1])

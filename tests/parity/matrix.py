@@ -122,7 +122,11 @@ def pairwise() -> list[Case]:
 
 def _tuples(case: Case, strength: int) -> set[tuple[tuple[str, object], ...]]:
     values = [(f.name, getattr(case, f.name)) for f in fields(case)]
-    return set(itertools.combinations(values, strength))
+    # A family meets three stages or four, whichever is cheaper with the rest; every other factor meets both.
+    shallow = [("pp", min(case.pp, 3)) if name == "pp" else (name, value) for name, value in values]
+    with_family = (t for t in itertools.combinations(shallow, strength) if t[0][0] == "family")
+    without = (t for t in itertools.combinations(values, strength) if t[0][0] != "family")
+    return {*with_family, *without}
 
 
 def _pairs_of(cases: Iterable[Case], strength: int) -> set[tuple[tuple[str, object], ...]]:

@@ -63,7 +63,8 @@ class Reporter:
     def __init__(self, fd: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._fd = fd
         self._clock = clock
-        self._lock = threading.Lock()
+        # A signal handler may report while its own thread does.
+        self._lock = threading.RLock()
         self._last_progress_s = float("-inf")
 
     @property

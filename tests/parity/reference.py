@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from headrace.engine.llm import Generation
+
 TOLERANCE = 1e-4
 """Of log-probabilities; where the reference's two best tokens are nearer than this, either is right."""
 
@@ -22,6 +24,14 @@ class Written:
     logprobs: Sequence[float]
     top: Sequence[dict[int, float]]
     """Best tokens with their log-probabilities, by generated position."""
+
+
+def written_by(generation: Generation) -> Written:
+    """What a greedy generation with log-probabilities says."""
+    entries = generation.logprobs or []
+    top = [dict(zip(entry.top_tokens, entry.top_logprobs, strict=True)) for entry in entries]
+    logprobs = [entry.logprob for entry in entries]
+    return Written(generation.prompt_token_ids, generation.token_ids, logprobs, top)
 
 
 def check(model: Any, written: Written, where: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace import LLM, SamplingParams
 from headrace.weights.source import resolve
 from tests.gguf_files import load_gguf_reference
-from tests.parity.reference import Written, check
+from tests.parity.reference import check, written_by
 
 QUESTIONS = [
     "What is the capital of France?",
@@ -26,10 +26,7 @@ def test_every_depth_says_the_same_and_transformers_agrees() -> None:
     assert texts[0] == texts[1] == texts[2]
     reference = load_gguf_reference(resolve(None, say=lambda _: None).path)
     for question, answer in zip(QUESTIONS, answers, strict=True):
-        entries = answer.logprobs or []
-        top = [dict(zip(entry.top_tokens, entry.top_logprobs, strict=True)) for entry in entries]
-        written = Written(answer.prompt_token_ids, answer.token_ids, [entry.logprob for entry in entries], top)
-        check(reference, written, question)
+        check(reference, written_by(answer), question)
 
 
 def test_the_fast_type_answers_too() -> None:

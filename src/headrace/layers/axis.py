@@ -67,9 +67,7 @@ class _named:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, PeerLost):
-            problem = library_words(error)
-            if "imed out" in problem or "timeout" in problem.lower():
-                problem = f"nothing from the others within {self.axis.timeout_s:g} s (--timeout)"
+            problem = library_words(error, self.axis.timeout_s)
             raise PeerLost(f"sum over the {self.axis.name}, at place {self.axis.index}: {problem}") from error
 
 
@@ -78,9 +76,11 @@ def _wait(work: dist.Work | None, timeout_s: float) -> None:
     work.wait(timedelta(seconds=timeout_s))
 
 
-def library_words(error: BaseException) -> str:
-    """What the communication library says, without its source paths and advice."""
+def library_words(error: BaseException, timeout_s: float) -> str:
+    """What the communication library says, without source paths and advice; a deadline of `timeout_s` in our words."""
     text = str(error).strip()
+    if "imed out" in text or "timeout" in text.lower():
+        return f"nothing within {timeout_s:g} s (--timeout)"
     if not text:
         return type(error).__name__
     return re.sub(r"^\[[^\]]*\]\s*", "", text.splitlines()[0]).split(". ")[0]

@@ -86,11 +86,7 @@ class _Naming:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, RuntimeError) or isinstance(error, PeerLost):
             return
-        text = str(error).strip()
-        if "imed out" in text or "timeout" in text.lower():
-            problem = f"nothing within {self.edge.timeout_s:g} s (--timeout)"
-        else:
-            problem = library_words(error)
+        problem = library_words(error, self.edge.timeout_s)
         raise PeerLost(f"{self.edge.name}, plan {self.plan_id}: {problem}") from error
 
 
@@ -123,7 +119,7 @@ def connect(mesh: Mesh, rank: int, store_url: str, timeout_s: float, max_in_flig
             "gloo", store=_store(store_url, mesh.num_ranks, rank), rank=rank, world_size=mesh.num_ranks, timeout=own
         )
     except RuntimeError as error:
-        words = library_words(error)
+        words = library_words(error, timeout_s * OWN_TIMEOUT_FACTOR)
         raise PeerLost(f"rank {rank}: the {mesh.num_ranks} ranks did not come together: {words}") from error
 
     # Every rank creates every group, in this order, members or not: that is what the library asks for.

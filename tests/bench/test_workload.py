@@ -43,3 +43,9 @@ def test_the_end_of_a_text_can_be_switched_off_by_a_generation_config() -> None:
 
 def test_words_are_distinct() -> None:
     assert len(set(WORDS)) == len(WORDS) > 200
+
+
+def test_a_request_that_asks_holds_the_highest_id() -> None:
+    workload = Workload("m", Dialect(length=3, last_id=300), seed=1)
+    for number in range(-1, -20, -1):
+        assert json.loads(workload.body(number, 1))["prompt"][-1] == 299

@@ -63,11 +63,14 @@ class Workload:
         return Workload(self._model, replace(self._dialect, length=length), self._seed)
 
     def body(self, number: int, max_tokens: int) -> bytes:
-        """The JSON body of one request, unlike all others from its first token on."""
+        """The JSON body of one request, unlike all others from its first token on.
+
+        Numbers below zero are of requests that ask what the server takes: theirs hold the highest id that may be drawn.
+        """
         dialect = self._dialect
         draw = random.Random(f"{self._seed} {number}")  # noqa: S311  # no secrets
         fields: dict[str, object] = {
-            "prompt": self._prompt(draw),
+            "prompt": self._prompt(draw, highest=number < 0),
             "max_tokens": max_tokens,
             "temperature": 0,
             "stream": True,
@@ -83,8 +86,10 @@ class Workload:
             fields[dialect.ignore_eos] = True
         return msgspec.json.encode(fields)
 
-    def _prompt(self, draw: random.Random) -> list[int] | str:
+    def _prompt(self, draw: random.Random, *, highest: bool) -> list[int] | str:
         dialect = self._dialect
         if dialect.token_ids:
-            return draw.choices(range(FIRST_ID, dialect.last_id), k=dialect.length)
+            ids = draw.choices(range(FIRST_ID, dialect.last_id), k=dialect.length)
+            # Of a short prompt all ids may happen to be low: a vocabulary that is too small would seem large enough.
+            return [*ids[:-1], dialect.last_id - 1] if highest else ids
         return " ".join(draw.choices(WORDS, k=dialect.length))

@@ -1,11 +1,13 @@
 # make demo   a model answers through a two-stage pipeline on this machine, then everything stops
 # make serve  the same model served until Ctrl-C; ARGS="--pp 1 --port 9000" or ARGS=/path/to/model change it
 # make test   everything that must hold: make check, then the tests
+# make gpu-test  kernels and engines on the GPUs here; make gpu-bench LAYOUT=tp2 measures a layout
 # PYTHON=python3.12 picks the interpreter that .venv is made with; JOBS=4 runs so many tests at once.
 
 PYTHON ?= python3
 JOBS ?= 2
-ARGS ?= --pp 2
+ARGS ?= --pp 2 --device cpu
+LAYOUT ?= pp2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,7 +15,7 @@ DONE := $(VENV)/.done
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 QUIET := -qq --progress-bar off
 
-.PHONY: demo serve test check parity clean
+.PHONY: demo serve test check parity gpu-test gpu-bench clean
 
 demo: $(DONE)/package $(DONE)/model
 	@$(BIN)/python docs/demo.py
@@ -33,6 +35,12 @@ check: $(DONE)/package $(DONE)/dev
 
 parity: $(DONE)/package $(DONE)/dev $(DONE)/model
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m parity
+
+gpu-test: $(DONE)/package $(DONE)/dev
+	@$(BIN)/python -m pytest -n 0 -m gpu tests/gpu
+
+gpu-bench: $(DONE)/package
+	@$(BIN)/python -m bench.gpu engine --layout $(LAYOUT)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .schemathesis .import_linter_cache

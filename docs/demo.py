@@ -20,8 +20,9 @@ MAX_TOKENS = 96
 
 def main() -> int:
     """Returns the exit code: 0 when everything went as it should."""
-    print(f"starting: headrace serve {' '.join(sys.argv[1:] or ['--pp', '2'])}", flush=True)
-    serve = [sys.executable, "-m", "headrace", "serve", *(sys.argv[1:] or ["--pp", "2"]), "--port", "0", "--json-ready"]
+    flags = sys.argv[1:] or ["--pp", "2", "--device", "cpu"]
+    print(f"starting: headrace serve {' '.join(flags)}", flush=True)
+    serve = [sys.executable, "-m", "headrace", "serve", *flags, "--port", "0", "--json-ready"]
     # Progress goes to standard error, which is ours; the one line on standard output comes when the service is ready.
     with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True) as service:
         assert service.stdout is not None

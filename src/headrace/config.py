@@ -9,6 +9,7 @@ from headrace.errors import UserError
 
 DeviceName = Literal["auto", "cpu", "cuda"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
+AttentionName = Literal["auto", "torch", "triton"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,14 @@ class ModelConfig:
     """Longest request in tokens, prompt and output together; by default what the model and the KV cache allow."""
     seed: int = 0
     """Seed from which requests that bring none are given theirs."""
+    attention: AttentionName = "auto"
+    """Which attention kernels; auto is triton on a GPU and torch on a CPU."""
+    graphs: bool = True
+    """Whether decode steps on a GPU are replayed as CUDA graphs."""
+    weights: Literal["checkpoint", "random"] = "checkpoint"
+    """Where weights come from; random makes them on the device, to measure a layout with nothing but a config.json."""
+    routing: Literal["model", "uniform"] = "model"
+    """How tokens choose experts; uniform draws them afresh for every token and layer, for measuring random weights."""
 
     def __post_init__(self) -> None:
         if self.max_len is not None and self.max_len < 2:
@@ -71,6 +80,8 @@ class ScheduleConfig:
     """Tokens of a KV page."""
     kv_memory: int | None = None
     """Bytes of KV cache on each rank; by default from the memory that is free."""
+    run_ahead: int | None = None
+    """Plans issued beyond one a stage before their inputs are sampled; by default 2 on a GPU and 0 on a CPU."""
 
     def __post_init__(self) -> None:
         for flag, value in (
@@ -81,6 +92,8 @@ class ScheduleConfig:
         ):
             if value is not None and value < 1:
                 raise UserError(f"{flag} {value}: must be at least 1")
+        if self.run_ahead is not None and not 0 <= self.run_ahead <= 16:
+            raise UserError(f"--run-ahead {self.run_ahead}: must be between 0 and 16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +104,8 @@ class RunConfig:
     """How engine and workers are joined: sockets in a private directory, or encrypted TCP."""
     timeout_s: float = 60.0
     """Deadline of every wait between ranks, in seconds."""
+    edges: Literal["auto", "nccl"] = "auto"
+    """How stages on GPUs are joined; auto writes into the next GPU's memory where it can be reached, else uses NCCL."""
     trace: str | None = None
     """Folder for a record of every stage's steps (one JSON line a step and rank)."""
 

@@ -181,6 +181,10 @@ class StageStats(msgspec.Struct, frozen=True):
     """Time spent in forward passes."""
     active_s: float = 0.0
     """Time during which the engine had plans in flight: busy share = busy_s / active_s."""
+    backend: str = ""
+    """What its steps run on: "torch", "triton" or "triton+graphs"."""
+    graph_bytes: int = 0
+    """Device memory of each rank's graphs."""
 
 
 class EngineStatus(msgspec.Struct, frozen=True, tag="status"):
@@ -324,6 +328,10 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared", array_like=True):
 
     rank: int
     kv_bytes: int
+    backend: str = "torch"
+    """What its steps run on: "torch", "triton" or "triton+graphs"."""
+    graph_bytes: int = 0
+    """Device memory that its graphs took."""
 
 
 class WorkerStats(msgspec.Struct, frozen=True, tag="stats", array_like=True):

@@ -18,6 +18,10 @@ SERVE = """
 --dtype        Literal['auto', 'float32', 'bfloat16']  'auto'
 --max-len      int | None                              None
 --seed         int                                     0
+--attention    Literal['auto', 'torch', 'triton']      'auto'
+--graphs       bool                                    True
+--weights      Literal['checkpoint', 'random']         'checkpoint'
+--routing      Literal['model', 'uniform']             'model'
 --pp           int                                     1
 --tp           int                                     1
 --ep           int                                     1
@@ -26,8 +30,10 @@ SERVE = """
 --chunk        int | None                              None
 --page-size    int                                     16
 --kv-memory    int | None                              None
+--run-ahead    int | None                              None
 --transport    Literal['ipc', 'tcp']                   'ipc'
 --timeout      float                                   60.0
+--edges        Literal['auto', 'nccl']                 'auto'
 --trace        str | None                              None
 --host         str                                     '127.0.0.1'
 --port         int                                     8000

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.layers.rotary import deinterleave, inverse_frequencies, rotate
+from headrace.kernels.rotary import deinterleave, rotate
+from headrace.layers.rotary import inverse_frequencies
 from headrace.model_config import spec_from_config
 from tests.tiny import tiny_config
 
@@ -55,7 +56,7 @@ def test_rotation_turns_pairs_and_keeps_lengths() -> None:
     x = torch.randn(5, 3, 8)
     angles = torch.rand(5, 1, 4)
     cos, sin = torch.cat((angles.cos(),) * 2, -1), torch.cat((angles.sin(),) * 2, -1)
-    turned = rotate(x, (cos, sin))
+    turned = rotate(x, cos, sin)
     for i in range(4):
         a, b = x[..., i], x[..., i + 4]
         torch.testing.assert_close(turned[..., i], a * angles[..., i].cos() - b * angles[..., i].sin())

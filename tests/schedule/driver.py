@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.schedule import Event, Request, Scheduler, SchedulerConfig
-from headrace.step import FinishReason, SamplerSpec, TokenLogprobs, pack, unpack
+from headrace.step import FinishReason, SamplerSpec, StepResult, TokenLogprobs, pack, unpack
 from tests.fakes.executor import Executed, Expected, FakeExecutor, expect
+from tests.schedule.stages import Stages
 
 
 def config(**changes: int) -> SchedulerConfig:
@@ -42,10 +43,11 @@ class Collected:
 class Driver:
     """One scheduler and its workers. `now` is the number of events so far."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, executor: FakeExecutor | Stages | None = None) -> None:
         self.config = config
         self.scheduler = Scheduler(config)
-        self.executor = FakeExecutor(config)
+        self.executor = executor or FakeExecutor(config)
+        self.last_result: StepResult | None = None
         self.requests: dict[str, Collected] = {}
         self.events: list[Event] = []
         self.now = 0.0
@@ -79,11 +81,20 @@ class Driver:
     def commit(self) -> list[Event]:
         """Bring one result back."""
         self.now += 1
-        events = self.scheduler.commit(self.executor.next_result(), self.now)
+        self.last_result = self.executor.next_result()
+        events = self.scheduler.commit(self.last_result, self.now)
         for event in events:
             self.requests[event.request_id].add(event)
         self.events += events
+        self.check_places()
         return events
+
+    def check_places(self) -> None:
+        """Every running request is in one place: prefilling, ready, or out with a plan."""
+        scheduler = self.scheduler
+        num_out = sum(flight.num_returning for flight in scheduler._flights)
+        assert scheduler._running.keys() >= {*scheduler._prefilling, *scheduler._ready}
+        assert len(scheduler._running) == len(scheduler._prefilling) + len(scheduler._ready) + num_out
 
     def step(self) -> list[Executed]:
         """Bring one result back, if one is due, and plan what that allows."""

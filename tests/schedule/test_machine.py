@@ -1,6 +1,8 @@
-"""Any events in any order: what must hold after each, and in the end."""
+"""Any events in any order: what must hold after each, and in the end. Then the same with plans that run ahead."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import msgspec
 from hypothesis import settings
@@ -11,6 +13,7 @@ from headrace.errors import UserError
 from headrace.schedule import Scheduler, SchedulerConfig
 from headrace.step import SamplerSpec, StepPlan
 from tests.schedule.driver import Driver
+from tests.schedule.stages import Stages
 from tests.strategies import TOKENS, sampler_specs, scheduler_configs
 
 
@@ -52,9 +55,9 @@ class AnyEvents(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.executor.in_flight)
     @rule()
     def commit(self) -> None:
-        result = self.driver.executor.in_flight[0].result
         events = self.driver.commit()
-        assert events == self.twin.commit(result, self.driver.now)
+        assert self.driver.last_result is not None
+        assert events == self.twin.commit(self.driver.last_result, self.driver.now)
 
     @precondition(lambda self: self.driver.requests)
     @rule(data=st.data())
@@ -85,14 +88,15 @@ class AnyEvents(RuleBasedStateMachine):
         places = [order.index(job.id) for job in running + waiting]
         assert places == sorted(places), "running requests are older than waiting ones"
         assert len(running) <= self.driver.config.max_running
-        coming = sum(flight.num_returning for flight in scheduler._flights)
-        assert len(running) == len(scheduler._prefilling) + len(scheduler._ready) + coming
+        self.driver.check_places()
+        assert len({*scheduler._prefilling, *scheduler._ready}) == len(scheduler._prefilling) + len(scheduler._ready)
         assert all(not job.pages and job.slot < 0 and not job.num_computed for job in waiting)
 
     @invariant()
     def in_flight_is_bounded(self) -> None:
         config = self.driver.config
-        assert self.driver.scheduler.num_in_flight <= (config.max_in_flight or config.num_stages)
+        most = config.max_in_flight or config.num_stages + config.run_ahead
+        assert self.driver.scheduler.num_in_flight <= most
 
     def teardown(self) -> None:
         if hasattr(self, "driver"):
@@ -100,5 +104,38 @@ class AnyEvents(RuleBasedStateMachine):
             self.driver.check()
 
 
+class AnyEventsAhead(AnyEvents):
+    """Plans run ahead of results, and every stage goes at its own pace."""
+
+    @initialize(config=scheduler_configs(), run_ahead=st.integers(0, 3))
+    def start(self, config: SchedulerConfig, run_ahead: int) -> None:
+        config = replace(config, run_ahead=run_ahead)
+        super().start(config)
+        self.stages = Stages(config)
+        self.driver = Driver(config, self.stages)
+
+    @rule(
+        prompt=st.lists(TOKENS, min_size=1, max_size=5), stop_ids=st.lists(TOKENS, min_size=4, max_size=12, unique=True)
+    )
+    def submit_one_that_stops(self, prompt: list[int], stop_ids: list[int]) -> None:
+        """Soon, that is, with rows of it in flight."""
+        self.submit(prompt, None, SamplerSpec(stop_token_ids=stop_ids))
+
+    @rule(stage=st.integers(0, 3))
+    def advance(self, stage: int) -> None:
+        """Let one stage run a plan, if it has one and that plan's tokens are there."""
+        if stage < self.driver.config.num_stages:
+            self.stages.advance(stage)
+
+    @invariant()
+    def jobs_out_are_with_the_last_plans(self) -> None:
+        scheduler = self.driver.scheduler
+        for flight in scheduler._flights:
+            out = [job for job in flight.sampled if job.sampled_in == flight.plan_id and not job.done]
+            assert flight.num_returning == (len(out) if flight.plan_id >= scheduler._first_out else 0)
+
+
 TestAnyEvents = AnyEvents.TestCase
 TestAnyEvents.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestAnyEventsAhead = AnyEventsAhead.TestCase
+TestAnyEventsAhead.settings = settings(max_examples=100, stateful_step_count=80, deadline=None)

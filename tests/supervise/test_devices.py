@@ -8,9 +8,10 @@ import pytest
 
 from headrace.config import DeviceName
 from headrace.errors import UserError
+from headrace.mesh import Mesh
 from headrace.spec import Dtype
 from headrace.supervise import devices
-from headrace.supervise.devices import has_amx, num_gpus, resolve_device, resolve_dtype
+from headrace.supervise.devices import gpu_of, has_amx, num_gpus, resolve_device, resolve_dtype
 
 
 @pytest.fixture
@@ -84,3 +85,15 @@ def test_the_type_follows_the_device_unless_it_is_said() -> None:
     assert resolve_dtype("auto", "cuda", "float16") == "bfloat16"
     assert resolve_dtype("auto", "cuda", "float32") == "float32"
     assert resolve_dtype("bfloat16", "cpu", "float32") == "bfloat16"
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(2, 2), (2, 1), (4, 2), (3, 2)])
+def test_no_communicator_has_one_gpu_twice(pp: int, tp: int) -> None:
+    """Peers of a sum, and both ends of every edge, are on distinct GPUs even where two ranks share one."""
+    gpus = 2
+    mesh = Mesh(pp=pp, tp=tp, ep=1, split=(1,) * pp)
+    at = [gpu_of(mesh, rank, gpus) for rank in range(mesh.num_ranks)]
+    for stage in range(pp):
+        assert len({at[rank] for rank in mesh.ranks_of(stage)}) == tp
+    assert all(at[rank] != at[rank + tp] for rank in range(mesh.num_ranks - tp))
+    assert [gpu_of(mesh, rank, 8) for rank in range(mesh.num_ranks)] == list(range(mesh.num_ranks))

@@ -14,8 +14,7 @@ from safetensors.numpy import save_file
 from headrace.config import EngineConfig, HttpConfig, LayoutConfig, ModelConfig, ScheduleConfig, ServeConfig
 from headrace.errors import UserError
 from headrace.supervise import devices
-from headrace.supervise import prepare as prepare_module
-from headrace.supervise.prepare import Prepared, prepare
+from headrace.supervise.prepare import GPU_CHUNK, GPU_RUN_AHEAD, Prepared, prepare
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -132,14 +131,45 @@ def test_nothing_there_is_refused(tmp_path: Path) -> None:
         prepared(tmp_path / "nothing")
 
 
-def test_gpus_are_refused_or_left_alone_until_they_are_supported(model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (prepare_module, devices):
-        monkeypatch.setattr(module, "num_gpus", lambda: 1)
-        monkeypatch.setattr(module, "torch_has_cuda", lambda: True)
-    said: list[str] = []
+def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(devices, "num_gpus", lambda: count)
+    monkeypatch.setattr(devices, "torch_has_cuda", lambda: True)
+
+
+def test_gpus_are_taken_where_they_are(model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, 1)
     folder = str(model())
-    config = ServeConfig(engine=EngineConfig(model=ModelConfig(model=folder)))
-    assert prepare(config, say=said.append).config.engine.model.device == "cpu"
-    assert any("GPUs" in line for line in said)
-    with pytest.raises(UserError, match="--device cuda: this version"):
-        prepare(ServeConfig(engine=EngineConfig(model=ModelConfig(model=folder, device="cuda"))), say=said.append)
+    asked = EngineConfig(model=ModelConfig(model=folder))
+    engine = prepare(ServeConfig(engine=asked), say=lambda _: None).config.engine
+    assert (engine.model.device, engine.model.attention) == ("cuda", "triton")
+    assert (engine.schedule.chunk, engine.schedule.run_ahead) == (GPU_CHUNK, GPU_RUN_AHEAD)
+    own = ModelConfig(model=folder, device="cpu")
+    engine = prepare(ServeConfig(engine=EngineConfig(model=own)), say=lambda _: None).config.engine
+    assert (engine.model.device, engine.model.attention, engine.schedule.run_ahead) == ("cpu", "torch", 0)
+
+
+def test_two_ranks_share_a_gpu_only_where_that_is_asked_for(model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, 1)
+    asked = ServeConfig(engine=EngineConfig(model=ModelConfig(model=str(model())), layout=LayoutConfig(pp=2)))
+    with pytest.raises(UserError, match="needs 2 GPUs, 1 visible"):
+        prepare(asked, say=lambda _: None)
+    monkeypatch.setenv("HEADRACE_SHARE_GPUS", "1")
+    assert prepare(asked, say=lambda _: None).config.engine.model.device == "cuda"
+
+
+def test_kernels_for_gpus_are_refused_on_a_processor(model: Make) -> None:
+    with pytest.raises(UserError, match="--attention triton: needs --device cuda"):
+        prepare(
+            ServeConfig(engine=EngineConfig(model=ModelConfig(model=str(model()), device="cpu", attention="triton"))),
+            say=lambda _: None,
+        )
+
+
+def test_random_weights_need_a_config_alone(model: Make) -> None:
+    folder = model()
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(UserError):
+        prepared(folder)
+    asked = EngineConfig(model=ModelConfig(model=str(folder), weights="random"))
+    assert prepare(ServeConfig(engine=asked), say=lambda _: None).spec.num_layers

@@ -43,7 +43,8 @@ def both_ways(comm: Comm, rank: int) -> None:
         assert comm.previous is not None
         for plan in range(20):
             value = comm.previous.receive(plan, (4,), torch.float32, CPU).wait()[0]
-            comm.feedback_out[0].send(plan, torch.full((3,), int(value), dtype=torch.int64))
+            assert comm.feedback_out is not None
+            comm.feedback_out.send(plan, torch.full((3,), int(value), dtype=torch.int64))
 
 
 def silence(comm: Comm, rank: int) -> None:
@@ -69,6 +70,8 @@ def sums(comm: Comm, rank: int) -> None:
     """Collectives stay within their stage."""
     x = comm.tensor.all_reduce(torch.tensor([float(rank)]))
     assert x.item() == (1.0 if rank < 2 else 5.0)
+    told = comm.tensor.broadcast(torch.tensor([float(rank)]))
+    assert told.item() == rank // 2 * 2
     gathered = comm.tensor.all_gather(torch.tensor([[float(rank)], [10.0 + rank]]))
     first = rank // 2 * 2
     assert gathered.tolist() == [[first, first + 1.0], [10.0 + first, 11.0 + first]]

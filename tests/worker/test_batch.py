@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.kernels.attention import TorchAttention
+from headrace.kernels.kv_write import write_kv, write_latent
 from headrace.step import ROW_WIDTH, Register, SamplerSpec, StepPlan, pack, unpack
 from headrace.worker.batch import Rows, gather_tokens, make_batch
 from headrace.worker.mirror import Mirror
@@ -79,9 +80,11 @@ def test_any_mix_of_rows_attends_to_its_own_past(data: st.DataObject, page_size:
     q, new = torch.cat(queries), torch.cat(news)
     assert batch.positions.tolist() == [p + i for p, c in lengths for i in range(c)]
     if mla:
-        out = batch.attention.mla(q, new, cache, value_dim, 0.3)
+        write_latent(new, cache, batch.slots)
+        out = batch.attention.mla(q, cache, value_dim, 0.3)
     else:
-        out = batch.attention.gqa(q, new[:, 0], new[:, 1], cache, 0.3)
+        write_kv(new[:, 0], new[:, 1], cache, batch.slots)
+        out = batch.attention.gqa(q, cache, 0.3)
     torch.testing.assert_close(out, torch.stack(expected).float(), rtol=1e-4, atol=1e-5)
 
 
@@ -99,11 +102,11 @@ def test_pad_entries_of_the_page_table_never_leak() -> None:
     mirror.page_table[0, :1], mirror.page_table[1, :4] = [1], [2, 3, 4, 5]
     rows = rows_of([(0, 1, 1, 1), (1, 7, 1, 1)])
     cache = torch.randn(6, 2, 2, 1, 4)
-    q, k, v = torch.randn(2, 1, 4), torch.randn(2, 1, 4), torch.randn(2, 1, 4)
+    q = torch.randn(2, 1, 4)
     attention = make_batch(0, rows, mirror, OneLayer(cache), 2, CPU, None).attention
-    before = attention.gqa(q, k, v, cache.clone(), 1.0)
+    before = attention.gqa(q, cache.clone(), 1.0)
     cache[0] = 1e30  # where pads of the table point
-    assert torch.equal(attention.gqa(q, k, v, cache, 1.0), before)
+    assert torch.equal(attention.gqa(q, cache, 1.0), before)
 
 
 @pytest.mark.parametrize("counts", [[1], [3], [1, 1], [2, 1]])

@@ -26,7 +26,7 @@ def sampler_with(*specs: SamplerSpec, prompt: list[int] | None = None) -> Sample
 
 def sample(sampler: Sampler, logits: torch.Tensor, positions: list[int]) -> list[int]:
     slots = np.arange(len(positions))
-    tokens: list[int] = sampler.sample(logits, slots, np.array(positions))[0].tolist()
+    tokens: list[int] = sampler.sample(logits, slots, np.array(positions)).finish()[0]
     return tokens
 
 
@@ -134,7 +134,7 @@ def test_logprobs_are_the_models_own(num_top: int) -> None:
     sampler = sampler_with(
         SamplerSpec(temperature=0.0, logprobs=num_top, logit_bias={3: 100.0}), SamplerSpec(temperature=0.0)
     )
-    tokens, logprobs = sampler.sample(logits, np.arange(2), np.array([1, 1]))
+    tokens, logprobs = sampler.sample(logits, np.arange(2), np.array([1, 1])).finish()
     assert tokens[0] == 3 and list(logprobs) == [0]
     own = logits[0].log_softmax(-1)
     assert logprobs[0].logprob == pytest.approx(float(own[3]), abs=1e-5)

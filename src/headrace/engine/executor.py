@@ -29,6 +29,8 @@ from headrace.step import (
 
 JOIN_TIMEOUT_S = 180.0
 """A worker's first sign of life: starting Python and importing torch from a cold disk."""
+COMPILE_TIMEOUT_S = 300.0
+"""More for a GPU's rank, which may compile kernels that nobody has needed on this machine before."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ class Executor:
         """Have every rank make its KV cache; returns when all can run plans. `idle` is called often."""
         self._to_all(Allocate(num_pages=num_pages, max_len=max_len))
         deadline = time.monotonic() + self._config.run.timeout_s
+        if self._config.model.device == "cuda":
+            deadline += COMPILE_TIMEOUT_S
         while len(self._ranks.prepared) < self._mesh.num_ranks:
             idle()
             if time.monotonic() > deadline:
@@ -172,6 +176,8 @@ class Executor:
                     num_tokens=stats.num_tokens if stats else 0,
                     busy_s=stats.busy_s if stats else 0.0,
                     active_s=active_s,
+                    backend=prepared.backend if prepared else "",
+                    graph_bytes=prepared.graph_bytes if prepared else 0,
                 )
             )
         return found

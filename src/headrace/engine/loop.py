@@ -132,6 +132,7 @@ class Engine:
                 page_size=schedule.page_size,
                 num_pages=self._capacity.num_pages,
                 max_len=self._max_len,
+                run_ahead=schedule.run_ahead or 0,
             )
         )
         log.debug("loaded after %.2f s", time.monotonic() - started)

@@ -16,19 +16,42 @@ MOST_SCORES = 1 << 24
 """Attention scores of a latent group that are held at once."""
 
 
+@dataclass(frozen=True)
+class Expansion:
+    """Chunks of a latent cache whose keys and values are worth making: that costs a product for every position, and
+    saves two thirds of the work for every pair of a query and a position.
+    """
+
+    first_token: int
+    """The step's tokens from here on are the chunks'."""
+    slots: torch.Tensor
+    """[L] int64, where every position of every chunk's context is kept, chunk after chunk."""
+    row_offset: torch.Tensor
+    """[R] int32, a chunk's first token, counted from `first_token`."""
+    row_count: torch.Tensor
+    """[R] int32."""
+    kv_offset: torch.Tensor
+    """[R] int32, a chunk's first position in `slots`."""
+    kv_len: torch.Tensor
+    """[R] int32, the length of its context, its own tokens included."""
+    max_count: int
+    """No chunk has more tokens."""
+
+
 class Attention(Protocol):
     """What one step's rows attend to. Made once a step, used by every layer of the stage."""
 
-    def gqa(
-        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, cache_NSKD: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        """Write k and v, attend: [T, H, D]. cache: [N, S, 2, K, D]."""
+    @property
+    def expansion(self) -> Expansion | None:
+        """The chunks that `mla` is not asked for; None: all rows are."""
         ...
 
-    def mla(
-        self, q_THC: torch.Tensor, latent_TC: torch.Tensor, cache_NSC: torch.Tensor, value_dim: int, scale: float
-    ) -> torch.Tensor:
-        """Write the latent rows, attend with their first `value_dim` dims as values: [T, H, value_dim]."""
+    def gqa(self, q_THD: torch.Tensor, cache_NSKD: torch.Tensor, scale: float) -> torch.Tensor:
+        """Attention to what the cache [N, S, 2, K, D] keeps, the step's own tokens included: [T, H, D]."""
+        ...
+
+    def mla(self, q_THC: torch.Tensor, cache_NSC: torch.Tensor, value_dim: int, scale: float) -> torch.Tensor:
+        """The same where all heads share one row a token; its first `value_dim` dims are values: [T, H, value_dim]."""
         ...
 
 
@@ -50,17 +73,11 @@ class Group:
 class TorchAttention:
     """The reference: gathers each group's pages, then scaled-dot-product attention."""
 
-    slots: torch.Tensor
-    """[T] where each token's keys and values are kept: page id * page size + offset."""
     groups: tuple[Group, ...]
+    expansion: Expansion | None = None
 
-    def gqa(
-        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, cache_NSKD: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        flat = cache_NSKD.flatten(0, 1)
-        flat[:, 0].index_copy_(0, self.slots, k_TKD)
-        flat[:, 1].index_copy_(0, self.slots, v_TKD)
-        heads, kv_heads, dim = q_THD.shape[1], k_TKD.shape[1], q_THD.shape[2]
+    def gqa(self, q_THD: torch.Tensor, cache_NSKD: torch.Tensor, scale: float) -> torch.Tensor:
+        heads, kv_heads, dim = q_THD.shape[1], cache_NSKD.shape[3], q_THD.shape[2]
         out = None
         for group in self.groups:
             b = group.num_requests
@@ -72,10 +89,7 @@ class TorchAttention:
         assert out is not None
         return out
 
-    def mla(
-        self, q_THC: torch.Tensor, latent_TC: torch.Tensor, cache_NSC: torch.Tensor, value_dim: int, scale: float
-    ) -> torch.Tensor:
-        cache_NSC.flatten(0, 1).index_copy_(0, self.slots, latent_TC)
+    def mla(self, q_THC: torch.Tensor, cache_NSC: torch.Tensor, value_dim: int, scale: float) -> torch.Tensor:
         heads, dim = q_THC.shape[1], q_THC.shape[2]
         out = None
         for group in self.groups:

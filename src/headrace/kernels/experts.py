@@ -29,14 +29,17 @@ def grouped_experts(
     down: ExpertMatrices,
     held: range,
 ) -> torch.Tensor:
-    """Weighted sum over the experts in `held` (global ids) that each token chose: [T, D]; zeros where none is held."""
+    """Weighted sum over the experts in `held` (global ids) that each token chose: [T, D]; zeros where none is held.
+
+    A pad's ids are -1.
+    """
     out_TD = torch.zeros_like(x_TD)
-    flat_ids = ids_Tk.flatten()
+    flat_ids = ids_Tk.flatten() + 1  # pads first
     order = flat_ids.argsort(stable=True)
-    counts = torch.bincount(flat_ids, minlength=held.stop).tolist()
+    pads, *counts = torch.bincount(flat_ids, minlength=held.stop + 1).tolist()
     tokens = order // ids_Tk.shape[1]
     weights = weights_Tk.flatten().index_select(0, order).to(x_TD.dtype).unsqueeze(-1)
-    start = sum(counts[: held.start])
+    start = pads + sum(counts[: held.start])
     for expert in held:
         count = counts[expert]
         if not count:

@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from headrace.kernels import few_tokens
+
 
 class Product(Protocol):
     """A weight, ready to be multiplied."""
@@ -49,6 +51,18 @@ class BlockedProduct:
         return y
 
 
+class CudaProduct:
+    """A bf16 weight on CUDA, as it lies: few tokens stream it through a kernel of ours, many go to the library."""
+
+    owns_weight = False
+
+    def __init__(self, weight_OI: torch.Tensor) -> None:
+        self.weight = weight_OI
+
+    def __call__(self, x_TI: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return few_tokens.product(x_TI, self.weight, bias)
+
+
 @cache
 def has_amx() -> bool:
     """Whether this processor has AMX tiles for bf16, and the kernel lets us use them."""
@@ -64,4 +78,13 @@ def product_of(weight_OI: torch.Tensor) -> Product:
         and torch.backends.mkldnn.is_available()
     ):
         return BlockedProduct(weight_OI)
+    if weight_OI.is_cuda and weight_OI.dtype == torch.bfloat16:
+        return CudaProduct(weight_OI)
     return PlainProduct(weight_OI)
+
+
+def product_float(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
+    """x W^T in float32, never rounded to the operands' type: [T, E]. For router scores."""
+    if x_TD.is_cuda and x_TD.dtype == weight_ED.dtype == torch.bfloat16:
+        return few_tokens.product(x_TD, weight_ED, None, torch.float32)
+    return F.linear(x_TD.float(), weight_ED.float())

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 
+from headrace.kernels.attention import Expansion
+from headrace.kernels.latent import absorb_query, expand_value, prepare_latent
+from headrace.kernels.mla_attention import mla_prefill_expanded
+from headrace.kernels.rotary import deinterleave, prepare_gqa, rotate
 from headrace.layers.axis import Axis
 from headrace.layers.batch import Batch
 from headrace.layers.build import Build
 from headrace.layers.linear import Linear, Part, RowLinear, shared, whole
 from headrace.layers.norm import RMSNorm
-from headrace.layers.rotary import Rope, deinterleave, rotate
+from headrace.layers.rotary import Rope
 from headrace.spec import GqaSpec, Int4Spec, MlaSpec
 
 LATENT_EPS = 1e-6
@@ -51,14 +56,20 @@ class GqaAttention(nn.Module):
         self.out = RowLinear(build, spec.num_heads * dim, whole("out", hidden), axis, bias=spec.out_bias, int4=out_int4)
 
     def forward(self, x_TD: torch.Tensor, batch: Batch, rope: Rope) -> torch.Tensor:
-        heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.spec.head_dim
-        qkv = self.qkv(x_TD).view(-1, heads + 2 * kv_heads, dim)
-        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-        if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat((self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])), dim=1)
-        qk = rotate(qk, rope)
         cache = batch.cache.layer(self.layer)
-        out_THD = batch.attention.gqa(qk[:, :heads], qk[:, heads:], v, cache, self.spec.scale)
+        q_THD = prepare_gqa(
+            self.qkv(x_TD),
+            self.num_heads,
+            self.num_kv_heads,
+            *rope,
+            batch.positions,
+            batch.slots,
+            cache,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            0.0 if self.q_norm is None else self.q_norm.eps,
+        )
+        out_THD = batch.attention.gqa(q_THD, cache, self.spec.scale)
         y: torch.Tensor = self.out(out_THD.flatten(1))
         return y
 
@@ -94,11 +105,13 @@ class MlaAttention(nn.Module):
         )
         self.out = RowLinear(build, spec.num_heads * spec.v_dim, whole("out", hidden), axis, int4=out_int4)
         self._absorbed: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._kv_b: torch.Tensor | None = None
 
     def finalise(self) -> None:
-        """Once loaded, take W_uk [H, N, C] and W_uv [H, C, V] out of kv_b."""
+        """Once loaded, take W_uk [H, N, C] and W_uv [H, C, V] out of kv_b [H * (N + V), C]."""
         spec = self.spec
-        kv_b = self.kv_up.matrix().view(self.num_heads, spec.nope_dim + spec.v_dim, spec.kv_lora_rank)
+        self._kv_b = self.kv_up.matrix()
+        kv_b = self._kv_b.view(self.num_heads, spec.nope_dim + spec.v_dim, spec.kv_lora_rank)
         self._absorbed = (kv_b[:, : spec.nope_dim], kv_b[:, spec.nope_dim :].transpose(1, 2))
         del self.kv_up  # never multiplied as it is
 
@@ -106,19 +119,45 @@ class MlaAttention(nn.Module):
         spec, heads = self.spec, self.num_heads
         assert self._absorbed is not None
         w_uk, w_uv = self._absorbed
-        q, latent = self.down(x_TD).split(self.down.sizes, dim=-1)
-        if self.q_norm is not None:
-            q = self.q_up(self.q_norm(q))
-        q_nope, q_rope = q.view(-1, heads, spec.qk_dim).split((spec.nope_dim, spec.rope_dim), dim=-1)
-        latent, k_rope = latent.split((spec.kv_lora_rank, spec.rope_dim), dim=-1)
-        shared_rope = torch.cat((q_rope, k_rope.unsqueeze(1)), dim=1)
-        if self.interleaved:
-            shared_rope = deinterleave(shared_rope)
-        shared_rope = rotate(shared_rope, rope)
-        q_latent = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
-        q_THC = torch.cat((q_latent, shared_rope[:, :heads]), dim=-1)
-        kept_TC = torch.cat((self.kv_norm(latent), shared_rope[:, heads]), dim=-1)
         cache = batch.cache.layer(self.layer)
-        out_THC = batch.attention.mla(q_THC, kept_TC, cache, spec.kv_lora_rank, spec.scale)
-        y: torch.Tensor = self.out(torch.bmm(out_THC.transpose(0, 1), w_uv).transpose(0, 1).flatten(1))
+        q = prepare_latent(
+            self.down(x_TD),
+            None if self.q_norm is None else self.q_norm.weight,
+            self.kv_norm.weight,
+            self.kv_norm.eps,
+            *rope,
+            batch.positions,
+            batch.slots,
+            cache,
+            self.interleaved,
+        )
+        if self.q_norm is not None:
+            q = self.q_up(q)
+        q_THQ = q.unflatten(-1, (heads, spec.qk_dim))
+        expansion = batch.attention.expansion
+        absorbed = len(x_TD) if expansion is None else expansion.first_token
+        parts = []
+        if absorbed:
+            q_THC = absorb_query(q_THQ[:absorbed], w_uk, *rope, batch.positions[:absorbed], self.interleaved)
+            parts.append(expand_value(batch.attention.mla(q_THC, cache, spec.kv_lora_rank, spec.scale), w_uv))
+        if expansion is not None:
+            parts.append(self._expanded(q_THQ[absorbed:], expansion, batch.positions[absorbed:], rope, cache))
+        y: torch.Tensor = self.out(parts[0] if len(parts) == 1 else torch.cat(parts))
         return y
+
+    def _expanded(
+        self, q_THQ: torch.Tensor, chunks: Expansion, positions_T: torch.Tensor, rope: Rope, cache_NSC: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, H * V] of chunks whose keys and values are made from the latents of their contexts."""
+        spec = self.spec
+        assert self._kv_b is not None
+        latent_LC = cache_NSC.flatten(0, 1).index_select(0, chunks.slots)
+        kept, shared_rope = latent_LC.split((spec.kv_lora_rank, spec.rope_dim), dim=-1)
+        kv_LHX = linear(kept, self._kv_b).unflatten(-1, (self.num_heads, spec.nope_dim + spec.v_dim))
+        k_LHN, v_LHV = kv_LHX.split((spec.nope_dim, spec.v_dim), dim=-1)
+        q_rope = q_THQ[..., spec.nope_dim :]
+        q_rope = deinterleave(q_rope) if self.interleaved else q_rope
+        cos, sin = (table.index_select(0, positions_T) for table in rope)
+        q_THQ = torch.cat((q_THQ[..., : spec.nope_dim], rotate(q_rope, cos, sin)), dim=-1)
+        rows = chunks.row_offset, chunks.row_count, chunks.kv_offset, chunks.kv_len
+        return mla_prefill_expanded(q_THQ, k_LHN, shared_rope, v_LHV, *rows, spec.scale, chunks.max_count).flatten(1)

@@ -43,13 +43,31 @@ class Axis:
         """Sum over the axis, in place."""
         if self.size > 1:
             with _named(self):
-                _wait(dist.all_reduce(x, group=self.group, async_op=True), self.timeout_s)
+                if x.is_cuda:  # in the stream's order: nothing to wait for here, and a graph can hold it
+                    dist.all_reduce(x, group=self.group)
+                else:
+                    _wait(dist.all_reduce(x, group=self.group, async_op=True), self.timeout_s)
+        return x
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """What index 0 has, on every rank, in place."""
+        if self.size > 1:
+            with _named(self):
+                if x.is_cuda:
+                    dist.broadcast(x, group=self.group, group_src=0)
+                else:
+                    _wait(dist.broadcast(x, group=self.group, group_src=0, async_op=True), self.timeout_s)
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Concatenate over the axis along the last dim: [..., n] -> [..., size * n]."""
         if self.size == 1:
             return x
+        if x.is_cuda:
+            whole = x.new_empty(self.size, *x.shape)
+            with _named(self):
+                dist.all_gather_into_tensor(whole, x.contiguous(), group=self.group)
+            return whole.movedim(0, -2).flatten(-2)
         parts = [torch.empty_like(x) for _ in range(self.size)]
         with _named(self):
             _wait(dist.all_gather(parts, x.contiguous(), group=self.group, async_op=True), self.timeout_s)

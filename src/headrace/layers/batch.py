@@ -27,5 +27,9 @@ class Batch:
     """[T] ids, on the first stage; elsewhere the hidden states come over an edge."""
     positions: torch.Tensor
     """[T] int64."""
+    slots: torch.Tensor
+    """[T] int64, where each token's keys and values are kept: page id * page size + offset; -1 for a pad."""
     attention: Attention
     cache: LayerCaches
+    padded: bool = False
+    """Whether there may be pads: rows that fill a step up to a size that was captured, and must leave no trace."""

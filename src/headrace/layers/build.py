@@ -32,6 +32,10 @@ class Build:
     """Whole experts."""
     expert_slice: Axis = field(default_factory=Axis)
     """The intermediate dim of one expert."""
+    routing_counter: torch.Tensor | None = None
+    """[1] int64, steps so far: experts are drawn afresh for each; None: the router chooses."""
+    side: torch.cuda.Stream | None = None
+    """A GPU's second stream, for what can run beside the rest of a layer."""
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
         """A parameter to be filled by the loader."""

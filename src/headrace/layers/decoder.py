@@ -12,7 +12,7 @@ from headrace.layers.build import Build
 from headrace.layers.embedding import Embedding, Head
 from headrace.layers.norm import RMSNorm
 from headrace.layers.rotary import Rope, Rotary
-from headrace.spec import LayerSpec
+from headrace.spec import LayerSpec, MlaSpec
 
 
 class DecoderLayer(nn.Module):
@@ -31,7 +31,7 @@ class DecoderLayer(nn.Module):
         """(residual, what is still to be added to it) in and out."""
         h_TD, x_TD = self.input_norm.add(x_TD, delta_TD)
         h_TD, x_TD = self.post_norm.add(x_TD, self.attention(h_TD, batch, rope))
-        return x_TD, self.mlp(h_TD)
+        return x_TD, self.mlp(h_TD, batch)
 
 
 class Decoder(nn.Module):
@@ -43,13 +43,14 @@ class Decoder(nn.Module):
         self.rotary = Rotary(build)
         self.layers = nn.ModuleDict({str(i): make_layer(build, build.spec.layers[i]) for i in build.layers})
         self.norm = RMSNorm(build, build.spec.hidden) if build.last else None
+        self.has_latent_cache = any(isinstance(build.spec.layers[i].attention, MlaSpec) for i in build.layers)
         self.head = Head(build, self.embedding if build.spec.tied else None) if build.last else None
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """ids_T on the first stage, hidden states x_TD elsewhere -> hidden states x_TD, before the final norm."""
         if self.embedding is not None:
             x = self.embedding(x)
-        rope = self.rotary(batch.positions)
+        rope = self.rotary.tables
         delta = None
         for layer in self.layers.values():
             x, delta = layer(x, delta, batch, rope)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from headrace.kernels.activation import silu_mul
+from headrace.layers.batch import Batch
 from headrace.layers.build import Build
 from headrace.layers.linear import Linear, Part, RowLinear, shared
 from headrace.spec import Int4Spec
@@ -25,6 +26,6 @@ class Mlp(nn.Module):
             build, intermediate, Part("down", hidden, range(hidden)), axis, bias=bias, int4=int4, reduce=reduce
         )
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_TD: torch.Tensor, batch: Batch | None = None) -> torch.Tensor:
         y: torch.Tensor = self.down(silu_mul(self.gate_up(x_TD)))
         return y

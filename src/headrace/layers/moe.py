@@ -5,12 +5,28 @@ Shapes: T tokens, D hidden, E experts, X local experts, k chosen, I local interm
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
+from torch.nn.functional import linear
 
+from headrace.kernels.combine import combine
+from headrace.kernels.dispatch import plan_experts
+from headrace.kernels.expert_products import (
+    ExpertWeights,
+    block_size,
+    expert_down,
+    expert_gate_up,
+    int4_weights,
+    plain_weights,
+)
 from headrace.kernels.experts import grouped_experts
-from headrace.kernels.routing import route_sigmoid, route_softmax
+from headrace.kernels.int4_experts import Fragments
+from headrace.kernels.linear import product_float
+from headrace.kernels.routing import UniformRouting, route_sigmoid, route_softmax
 from headrace.layers.axis import Axis
+from headrace.layers.batch import Batch
 from headrace.layers.build import Build
 from headrace.layers.linear import WORD
 from headrace.layers.mlp import Mlp
@@ -18,13 +34,21 @@ from headrace.spec import Int4Spec, MoeSpec
 from headrace.weights.formats import dequantise
 from headrace.weights.slots import Slot
 
+BESIDE_TOKENS = 128
+"""Tokens up to which the shared experts run on a stream of their own."""
+
+Shared = Callable[[], torch.Tensor | None]
+"""Gives the shared experts' share of the sum."""
+
 
 class Router(nn.Module):
     """Scores every expert for every token; the same on every rank."""
 
-    def __init__(self, build: Build, moe: MoeSpec) -> None:
+    def __init__(self, build: Build, moe: MoeSpec, layer: int) -> None:
         super().__init__()
         self.moe = moe
+        counter = build.routing_counter
+        self.uniform = None if counter is None else UniformRouting(counter, layer)
         self.weight = build.empty(moe.num_experts, build.spec.hidden)
         self.bias = build.empty(moe.num_experts, dtype=torch.float32) if moe.selection_bias else None
 
@@ -36,20 +60,23 @@ class Router(nn.Module):
             found["e_score_correction_bias"] = Slot(self.bias.data, (slice(0, rows),), (rows,))
         return found
 
-    def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(weights [T, k] float32, expert ids [T, k])."""
-        moe = self.moe
+    def forward(self, x_TD: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(weights [T, k] float32, expert ids [T, k]; -1 for a pad)."""
+        moe, pads = self.moe, batch.slots if batch.padded else None
         if moe.scoring == "softmax":
-            logits = nn.functional.linear(x_TD, self.weight).float()
-            return route_softmax(logits, moe.top_k, normalise=moe.normalise)
+            # On a CPU in the model's type, as transformers has it: a wider copy of the weight a step would cost more.
+            logits = product_float(x_TD, self.weight) if x_TD.is_cuda else linear(x_TD, self.weight).float()
+            return route_softmax(logits, moe.top_k, normalise=moe.normalise, pads=pads, uniform=self.uniform)
         return route_sigmoid(
-            nn.functional.linear(x_TD.float(), self.weight.float()),
+            product_float(x_TD, self.weight),
             self.bias,
             moe.top_k,
             num_groups=moe.num_groups,
             topk_groups=moe.topk_groups,
             normalise=moe.normalise,
             scale=moe.scale,
+            pads=pads,
+            uniform=self.uniform,
         )
 
 
@@ -68,10 +95,15 @@ class ExpertStack(nn.Module):
         rows: range,
         columns: range,
         int4: Int4Spec | None,
+        num_experts: int,
     ) -> None:
         super().__init__()
         self.experts, self.parts, self.shape, self.rows, self.columns = experts, parts, shape, rows, columns
         self.int4 = int4
+        self.num_experts = num_experts
+        self._dtype = build.dtype
+        self.weights: ExpertWeights | None = None
+        """In the form that the device's kernels read; None: the reference multiplies them as they are stored."""
         held, out, width = len(experts), len(parts) * len(rows), len(columns)
         if int4 is None:
             self.weight = build.empty(held, out, width)
@@ -102,10 +134,18 @@ class ExpertStack(nn.Module):
             "weight_scale": Slot(self.scale.data[local, here], (rows, cut(group)), (out, width // group)),
         }
 
+    def finalise(self) -> None:
+        """Once loaded, take the form that the device's kernels read, if they can."""
+        if self.int4 is None:
+            self.weights = plain_weights(self.weight.data)
+        else:
+            self.weights = int4_weights(self.packed.data, self.scale.data, self._dtype)
+
     def matrix(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
-        """A local expert's [out, in]."""
+        """A local expert's [out, in], where the reference multiplies."""
         if self.int4 is None:
             return self.weight[expert]
+        assert not isinstance(self.weights, Fragments)
         return dequantise(self.packed[expert], self.scale[expert], dtype)
 
 
@@ -117,15 +157,30 @@ class Experts(nn.Module):
         hidden, width = build.spec.hidden, moe.intermediate
         self.held = build.expert.share(moe.num_experts)
         inner = build.expert_slice.share(width)
-        self.gate_up = ExpertStack(build, self.held, ("gate", "up"), (width, hidden), inner, range(hidden), int4)
-        self.down = ExpertStack(build, self.held, ("down",), (hidden, width), range(hidden), inner, int4)
+        self.gate_up = ExpertStack(
+            build, self.held, ("gate", "up"), (width, hidden), inner, range(hidden), int4, moe.num_experts
+        )
+        self.down = ExpertStack(
+            build, self.held, ("down",), (hidden, width), range(hidden), inner, int4, moe.num_experts
+        )
 
     def slots(self, name: str, expert: int | None = None) -> dict[str, Slot]:
         """Where one expert's `gate`, `up` or `down` goes."""
         return (self.down if name == "down" else self.gate_up).slots(name, expert)
 
-    def forward(self, x_TD: torch.Tensor, weights_Tk: torch.Tensor, ids_Tk: torch.Tensor) -> torch.Tensor:
-        return grouped_experts(x_TD, weights_Tk, ids_Tk, self.gate_up, self.down, self.held)
+    def forward(
+        self, x_TD: torch.Tensor, weights_Tk: torch.Tensor, ids_Tk: torch.Tensor, shared: Shared
+    ) -> torch.Tensor:
+        """[T, D], what `shared` gives included; it is called when everything else is under way."""
+        gate_up, down = self.gate_up.weights, self.down.weights
+        if gate_up is None or down is None:
+            partial = grouped_experts(x_TD, weights_Tk, ids_Tk, self.gate_up, self.down, self.held)
+            extra = shared()
+            return partial if extra is None else partial.add_(extra)
+        each = ids_Tk.numel() / self.gate_up.num_experts
+        plan = plan_experts(ids_Tk, self.held, block_size(each, gate_up, down))
+        y_PD = expert_down(expert_gate_up(x_TD, plan, gate_up), plan, down)
+        return combine(y_PD, weights_Tk, ids_Tk, self.held, shared())
 
 
 class Replicated:
@@ -152,19 +207,48 @@ class Moe(nn.Module):
     """Router, routed experts and shared experts; one sum over the stage's ranks."""
 
     def __init__(
-        self, build: Build, moe: MoeSpec, *, routed_int4: Int4Spec | None, shared_int4: Int4Spec | None = None
+        self,
+        build: Build,
+        layer: int,
+        moe: MoeSpec,
+        *,
+        routed_int4: Int4Spec | None,
+        shared_int4: Int4Spec | None = None,
     ) -> None:
         super().__init__()
-        self.router = Router(build, moe)
+        self.router = Router(build, moe, layer)
         self.experts = Experts(build, moe, routed_int4)
         self.shared = (
             Mlp(build, moe.shared_intermediate, int4=shared_int4, reduce=False) if moe.shared_intermediate else None
         )
         self.transport = Replicated(build.tensor)
+        self._side = build.side
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        sent, weights, ids = self.transport.dispatch(x_TD, *self.router(x_TD))
-        partial: torch.Tensor = self.experts(sent, weights, ids)
-        if self.shared is not None:
-            partial += self.shared(x_TD)
-        return self.transport.combine(partial)
+    def forward(self, x_TD: torch.Tensor, batch: Batch) -> torch.Tensor:
+        shared = self._start_shared(x_TD)
+        sent, weights, ids = self.transport.dispatch(x_TD, *self.router(x_TD, batch))
+        return self.transport.combine(self.experts(sent, weights, ids, shared))
+
+    def _start_shared(self, x_TD: torch.Tensor) -> Shared:
+        """The shared experts' result when it is called for; for few tokens on a GPU they run beside the routed ones.
+
+        Both are streams of weights, and the shared ones fill the gaps of routing, which is all latency.
+        """
+        experts, side = self.shared, self._side
+        if experts is None:
+            return _nothing
+        if side is None or len(x_TD) > BESIDE_TOKENS:
+            return lambda: experts(x_TD)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y_TD = experts(x_TD)
+
+        def join() -> torch.Tensor:
+            torch.cuda.current_stream().wait_stream(side)
+            return y_TD
+
+        return join
+
+
+def _nothing() -> None:
+    return None

@@ -1,6 +1,6 @@
-"""Rotary position embedding: tables from a `RopeSpec`, and the rotation.
+"""Rotary position embedding: tables from a `RopeSpec`.
 
-Shapes: T tokens, H heads, R rotary dims; cos and sin are [T, 1, R], float32 tables cast to the model's type.
+Shapes: R rotary dims; cos and sin are [max_len, 1, R], computed in float32 and cast to the model's type.
 """
 
 from __future__ import annotations
@@ -22,27 +22,16 @@ class Rotary(nn.Module):
     def __init__(self, build: Build) -> None:
         super().__init__()
         rope = build.spec.rope
-        with torch.device(build.device):
-            angles = torch.outer(torch.arange(build.max_len, dtype=torch.float32), inverse_frequencies(rope))
-            angles = torch.cat((angles, angles), dim=-1)
-            self.cos = (angles.cos() * rope.attention_factor).to(build.dtype).unsqueeze(1)
-            self.sin = (angles.sin() * rope.attention_factor).to(build.dtype).unsqueeze(1)
+        # On the host whatever the device: one unit in a frequency's last place is 3e-4 of a turn at position 65536.
+        angles = torch.outer(torch.arange(build.max_len, dtype=torch.float32), inverse_frequencies(rope))
+        angles = torch.cat((angles, angles), dim=-1)
+        self.cos = (angles.cos() * rope.attention_factor).to(build.device, build.dtype).unsqueeze(1)
+        self.sin = (angles.sin() * rope.attention_factor).to(build.device, build.dtype).unsqueeze(1)
 
-    def forward(self, positions_T: torch.Tensor) -> Rope:
-        return self.cos.index_select(0, positions_T), self.sin.index_select(0, positions_T)
-
-
-def rotate(x_THR: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Rotate pairs (i, i + R/2) of every head."""
-    cos, sin = rope
-    half = x_THR.shape[-1] // 2
-    turned = torch.cat((-x_THR[..., half:], x_THR[..., :half]), dim=-1)
-    return torch.addcmul(x_THR * cos, turned, sin)
-
-
-def deinterleave(x_THR: torch.Tensor) -> torch.Tensor:
-    """Reorder pairs (2i, 2i+1) to (i, i + R/2). Applied to queries and keys alike it changes no score."""
-    return x_THR.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    @property
+    def tables(self) -> Rope:
+        """cos and sin, [max_len, 1, R], both halves alike."""
+        return self.cos, self.sin
 
 
 def inverse_frequencies(rope: RopeSpec) -> torch.Tensor:

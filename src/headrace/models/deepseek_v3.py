@@ -35,14 +35,15 @@ def _layer(build: Build, layer: LayerSpec) -> DecoderLayer:
         kv_int4=build.int4(f"{here}.self_attn.kv_b_proj"),
         out_int4=build.int4(f"{here}.self_attn.o_proj"),
     )
-    return DecoderLayer(build, attention, _mlp(build, layer.mlp, here))
+    return DecoderLayer(build, attention, _mlp(build, layer.index, layer.mlp, here))
 
 
-def _mlp(build: Build, mlp: DenseSpec | MoeSpec, here: str) -> nn.Module:
+def _mlp(build: Build, layer: int, mlp: DenseSpec | MoeSpec, here: str) -> nn.Module:
     if isinstance(mlp, DenseSpec):
         return Mlp(build, mlp.intermediate, int4=build.int4(*(f"{here}.mlp.{x}" for x in PROJECTIONS)))
     return Moe(
         build,
+        layer,
         mlp,
         routed_int4=build.int4(*(f"{here}.mlp.experts.0.{x}" for x in PROJECTIONS)),
         shared_int4=build.int4(*(f"{here}.mlp.shared_experts.{x}" for x in PROJECTIONS)),

@@ -35,7 +35,8 @@ def _layer(build: Build, layer: LayerSpec) -> DecoderLayer:
     if isinstance(layer.mlp, DenseSpec):
         mlp = Mlp(build, layer.mlp.intermediate, int4=build.int4(*(f"{here}.mlp.{x}" for x in projections)))
     else:
-        mlp = Moe(build, layer.mlp, routed_int4=build.int4(*(f"{here}.mlp.experts.0.{x}" for x in projections)))
+        routed = build.int4(*(f"{here}.mlp.experts.0.{x}" for x in projections))
+        mlp = Moe(build, layer.index, layer.mlp, routed_int4=routed)
     return DecoderLayer(build, attention, mlp)
 
 

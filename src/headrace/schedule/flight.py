@@ -23,7 +23,7 @@ class Flight:
         self.closing: list[Job] = []
         """Jobs that sample nothing and end with this plan."""
         self.num_returning = 0
-        """Jobs that decode on after this plan: its size, to those who level microbatches."""
+        """Jobs that are out with this plan and decode on after it: its size, to those who level microbatches."""
 
     def add_pages(self, job: Job, pages: list[int]) -> None:
         """Append pages to the job's table."""
@@ -36,7 +36,7 @@ class Flight:
         start = job.num_computed
         end = start + count
         job.num_computed = end
-        if job.prompt_logprobs is not None:
+        if job.prompt_logprobs is not None and start < job.num_prompt:
             self.scored.append((len(self.rows) // ROW_WIDTH, job, start))
         if end < job.num_tokens:
             self.rows += (job.slot, start, count, 0)
@@ -48,6 +48,7 @@ class Flight:
             return True
         self.rows += (job.slot, start, count, 1)
         self.sampled.append(job)
+        job.sampled_in = self.plan_id
         job.num_tokens += 1
         if job.num_tokens == job.limit:
             return True

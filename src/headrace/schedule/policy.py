@@ -8,8 +8,8 @@ from collections.abc import Sequence
 def decode_quota(num_decoding: int, num_ready: int, sizes: Sequence[int], ways: int) -> int:
     """How many of the `num_ready` decode rows the next plan takes, so that microbatches become and stay level.
 
-    num_decoding: all requests that decode: ready, or in flight and coming back.
-    sizes: how many requests come back with each plan in flight.
+    num_decoding: all requests that decode: ready, or out with a plan and coming back.
+    sizes: how many requests are out with each plan.
     ways: over how many microbatches rows are spread at most.
 
     Level means m = min(ways, num_decoding) microbatches of `base` or base + 1 rows, `extra` of them the larger. A plan

@@ -77,8 +77,8 @@ class Job:
 
     __slots__ = (
         "capacity", "done", "generated", "id", "limit", "max_tokens", "min_tokens", "num_computed", "num_prompt",
-        "num_tokens", "num_uncommitted", "pages", "prompt_logprobs", "queued_s", "request", "slot", "stop_ids",
-        "submitted_at",
+        "num_tokens", "num_uncommitted", "pages", "prompt_logprobs", "queued_s", "request", "sampled_in", "slot",
+        "stop_ids", "submitted_at",
     )  # fmt: skip
 
     def __init__(self, request: Request, limit: int, now: float) -> None:
@@ -109,6 +109,8 @@ class Job:
         self.capacity = 0
         """Positions its pages hold."""
         self.num_computed = 0
+        self.sampled_in = -1
+        """Plan of its last sampling row."""
 
     def register(self, slot: int) -> Register:
         """Begin a life on a slot, with every token known so far."""

@@ -30,8 +30,10 @@ class SchedulerConfig:
     num_pages: int
     max_len: int
     """Longest request in tokens, prompt and output together."""
+    run_ahead: int = 0
+    """Plans issued at most beyond those that are live. 0: a decode row waits for the commit of the token before it."""
     max_in_flight: int | None = None
-    """Plans issued and not committed at most; by default one a stage."""
+    """Plans issued and not committed at most; by default one a stage and `run_ahead` more."""
     headroom: int = 32
     """Tokens that each running request can grow by before an admission makes pages run out. Without any, an admitted
     request is soon pre-empted again and most of what it computed is lost."""
@@ -44,14 +46,18 @@ class Scheduler:
     same order, to `commit`. Because plans run in order on every worker, a page or slot given up here is free for the
     very next plan, even while earlier plans that use it are in flight.
 
-    A job is in `_waiting`, or in `_running` (there in `_prefilling`, in `_ready`, or its next token is in flight), or
-    closed: its last row is planned, it holds nothing, and only its result is due. Running jobs are always older than
-    waiting ones: admission takes the oldest, pre-emption the youngest.
+    A job is in `_waiting`, or in `_running` (there in `_prefilling`, in `_ready`, or out with a plan), or closed: its
+    last row is planned, it holds nothing, and only its results are due. Running jobs are always older than waiting
+    ones: admission takes the oldest, pre-emption the youngest.
+
+    A job is out with the plan that samples its next token until that plan returns: at its commit, or with `run_ahead`
+    as soon as so many plans followed it as are live, for then its next row no longer keeps a stage waiting. Plans
+    return in order, so those out are the last ones, and they are the other microbatches to those who level them.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self._max_in_flight = config.max_in_flight or config.num_stages
+        self._max_in_flight = config.max_in_flight or config.num_stages + config.run_ahead
         self._ways = min(config.num_stages, self._max_in_flight)
         self._pool = PagePool(config.num_pages, config.page_size)
         self._slots = list(range(config.max_running - 1, -1, -1))
@@ -63,6 +69,8 @@ class Scheduler:
         self._ready: deque[Job] = deque()
         self._flights: deque[Flight] = deque()
         self._next_plan_id = 0
+        self._first_out = 0
+        """The oldest plan that jobs are out with; all before it have returned."""
         self.num_preemptions = 0
         """Lives cut short to give their pages to an older request, since start."""
 
@@ -133,6 +141,7 @@ class Scheduler:
             return None
         self._admit()
         while True:
+            self._return_ahead()
             num_decodes, picked = self._pick()
             if not picked:
                 return None
@@ -142,18 +151,17 @@ class Scheduler:
 
     def commit(self, result: StepResult, now: float) -> list[Event]:
         """Take a plan's result, in plan order; what each request gained. `now` decides nothing here yet."""
-        flight = self._flights.popleft()
+        flight = self._flights[0]
         assert result.plan_id == flight.plan_id, f"result of plan {result.plan_id}, plan {flight.plan_id} is due"
         tokens: list[int] = unpack(result.tokens).tolist()
         for row, job, start in flight.scored:
             job.collect(start, result.prompt_logprobs.get(row, []))
         events = []
         for index, (job, token) in enumerate(zip(flight.sampled, tokens, strict=True)):
-            if job.done:
+            if job.done:  # aborted, or computed past a stop
                 continue
             reason = job.take(token)
-            entry = result.logprobs.get(index)
-            logprobs = [] if entry is None else [entry]
+            logprobs = [result.logprobs[index]] if index in result.logprobs else []
             if len(job.generated) == 1:
                 event = Event(job.id, [token], reason, logprobs, job.deliver_prompt_logprobs(), job.queued_s)
             else:
@@ -161,14 +169,13 @@ class Scheduler:
             events.append(event)
             if reason is not None:
                 self._finish(job)
-            elif job.slot >= 0:
-                # The gate that keeps plans from running ahead: a job is ready again only here. Nothing else needs the
-                # token's value; to run ahead, make it ready as it is planned, to be taken `_ways` plans later.
-                self._ready.append(job)
         for job in flight.closing:
             if not job.done:
                 events.append(Event(job.id, [], "length", [], job.deliver_prompt_logprobs(), job.queued_s))
                 self._finish(job)
+        if flight.plan_id == self._first_out:
+            self._return(flight)
+        self._flights.popleft()
         return events
 
     # --- making a plan ------------------------------------------------------------------------------------------------
@@ -183,7 +190,7 @@ class Scheduler:
             room -= self._pages_to_come(job)
             if room < self._pool.pages_for(self.config.headroom * len(self._running)):
                 return
-            if job.num_uncommitted:  # pre-empted, and its token in flight is not known yet
+            if job.num_uncommitted:  # pre-empted, and its tokens in flight are not known yet
                 return
             del self._waiting[job.id]
             self._running[job] = None
@@ -192,6 +199,32 @@ class Scheduler:
     def _pages_to_come(self, job: Job) -> int:
         """Pages that a job still needs for its known tokens and the next."""
         return self._pool.pages_for(min(job.num_tokens + 1, job.limit)) - len(job.pages)
+
+    def _return_ahead(self) -> None:
+        """Return what was issued so many plans ago as are live now, without waiting for its tokens.
+
+        Prompts fill any number of plans: while one is left to compute, decode rows come round once in a whole trip, or
+        every chunk would wait for the token of the plan before it. Few rows chase their own tokens instead, round after
+        round; `most` rounds keep `run_ahead` plans queued, and more would only delay who arrives.
+        """
+        live = max(1, self._ways if self._prefilling else min(self._ways, len(self._running)))
+        most = 1 - -self.config.run_ahead // live
+        while self._first_out <= self._next_plan_id - live:
+            flight = self._flight(self._first_out)
+            # The first speaks for all: decode rows stand before those of prompts, which have been out once.
+            if next((job.num_uncommitted for job in flight.sampled if job.slot >= 0), 0) >= most:
+                return
+            self._return(flight)
+
+    def _return(self, flight: Flight) -> None:
+        """Make ready whom the oldest plan out has with it. A slot tells: who left has none."""
+        self._ready += [job for job in flight.sampled if job.slot >= 0]
+        flight.num_returning = 0
+        self._first_out = flight.plan_id + 1
+
+    def _flight(self, plan_id: int) -> Flight:
+        """A plan in flight."""
+        return self._flights[plan_id - self._flights[0].plan_id]
 
     def _pick(self) -> tuple[int, list[tuple[Job, int]]]:
         """Choose rows, as (job, count): first so many decode rows, then prompt chunks. Changes nothing."""
@@ -239,7 +272,7 @@ class Scheduler:
                 job.capacity = len(job.pages) * self._pool.page_size
             if flight.add_row(job, count):
                 closed.append(job)
-            elif job.num_uncommitted:  # its last known token is planned
+            elif self._prefilling and job.num_uncommitted:  # its last known token is planned
                 self._prefilling.pop(job, None)
         for job in closed:  # only now: nobody else in this plan may have their pages
             self._release(job)
@@ -257,7 +290,7 @@ class Scheduler:
     def _preempt(self, job: Job) -> None:
         """Send the youngest running job back to wait, ahead of all who wait; it comes again with all its tokens.
 
-        Its pages are free at once, as after an abort. A token of it in flight is not lost: its commit reaches the
+        Its pages are free at once, as after an abort. Tokens of it in flight are not lost: their commits reach the
         waiting job, which is admitted no earlier.
         """
         self.num_preemptions += job.slot >= 0
@@ -266,18 +299,17 @@ class Scheduler:
         self._waiting.move_to_end(job.id, last=False)
 
     def _finish(self, job: Job) -> None:
-        """End a job whose last token has come, wherever it is."""
+        """End a job whose last token has come, wherever it is; rows in flight past that token count for nothing."""
         job.done = True
         del self._jobs[job.id]
         self._waiting.pop(job.id, None)
         if job in self._running:
-            self._release(job)
+            self._withdraw(job)
 
     def _withdraw(self, job: Job) -> None:
         """Stop a running job before its time."""
-        if job.num_uncommitted:
-            for flight in self._flights:
-                flight.num_returning -= job in flight.sampled
+        if job.sampled_in >= self._first_out:
+            self._flight(job.sampled_in).num_returning -= 1
         elif job not in self._prefilling:
             self._ready.remove(job)
         self._release(job)

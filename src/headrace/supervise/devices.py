@@ -10,6 +10,7 @@ from typing import Literal
 
 from headrace.config import DeviceName, DtypeName
 from headrace.errors import UserError
+from headrace.mesh import Mesh
 from headrace.spec import Dtype
 
 _DEV = Path("/dev")
@@ -30,10 +31,26 @@ def resolve_device(asked: DeviceName, num_ranks: int) -> Literal["cpu", "cuda"]:
         raise UserError("--device cuda: no NVIDIA GPU is visible here")
     if not built:
         raise UserError("--device cuda: the installed torch is a build without CUDA")
-    if num_ranks > gpus:
+    if num_ranks > gpus * ranks_per_gpu():
         advice = "" if asked == "cuda" else "; --device cpu runs them on the processor"
         raise UserError(f"--pp times --tp needs {num_ranks} GPUs, {gpus} visible here{advice}")
     return "cuda"
+
+
+def ranks_per_gpu() -> int:
+    """Ranks that may share one GPU: one, or two where HEADRACE_SHARE_GPUS=1 tries a layout with too few GPUs."""
+    return 2 if os.environ.get("HEADRACE_SHARE_GPUS") == "1" else 1
+
+
+def gpu_of(mesh: Mesh, rank: int, gpus: int) -> int:
+    """The GPU of a rank: its own; or, where there are fewer than ranks, one that none of its peers has.
+
+    A communicator needs a GPU for each of its ranks. The peers are the ranks of the same stage, and those of the same
+    tensor index in the stages beside it, so the stages take the GPUs in turn, each from another one on.
+    """
+    if mesh.num_ranks <= gpus:
+        return rank
+    return (rank % mesh.tp + mesh.stage_of(rank)) % gpus
 
 
 def resolve_dtype(asked: DtypeName, device: Literal["cpu", "cuda"], stored: Dtype) -> Literal["float32", "bfloat16"]:

@@ -54,7 +54,7 @@ def engine_commands(
     commands = [
         Command(who="engine", argv=(*_python("headrace.engine"), *place), env=shared | _threads(1), stop_order=1),
     ]
-    threads = _threads(max(1, num_cores() // mesh.num_ranks)) | _yielding()
+    threads = _threads(max(1, num_cores() // mesh.num_ranks)) | _yielding() | _queues()
     commands += [
         Command(
             who=worker_name(mesh, rank),
@@ -97,6 +97,16 @@ def _yielding() -> dict[str, str]:
     soon as anything else runs there, be it our own HTTP process.
     """
     return {} if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys() else {"GOMP_SPINCOUNT": "30000"}
+
+
+def _queues() -> dict[str, str]:
+    """CUDA and NCCL for ranks whose streams wait for each other.
+
+    Enough hardware queues that no two streams share one: a step's kernels would stand behind a receive that waits for
+    the peer, which may wait for the step. Graphs' sums are small, and not worth registering their buffers with peers.
+    """
+    wanted = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_GRAPH_REGISTER": "0"}
+    return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 def _python(module: str) -> tuple[str, ...]:

@@ -6,16 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from headrace.config import DeviceName, EngineConfig, ServeConfig
+from headrace.config import AttentionName, EngineConfig, ServeConfig
 from headrace.errors import UserError
 from headrace.mesh import Mesh, build_mesh
 from headrace.spec import ModelSpec
-from headrace.supervise.devices import num_gpus, resolve_device, resolve_dtype, torch_has_cuda
+from headrace.supervise.devices import resolve_device, resolve_dtype
 from headrace.weights.headers import open_headers
 from headrace.weights.source import read_spec, resolve
 
 CPU_CHUNK = 512
 GPU_CHUNK = 8192
+GPU_RUN_AHEAD = 2
+"""A step on a GPU is shorter than the trip of its result through the engine; on a CPU it is many times longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,33 +44,36 @@ def prepare(config: ServeConfig, *, say: Callable[[str], None]) -> Prepared:
     source = resolve(config.engine.model.model, say=say)
     spec = read_spec(source)
     mesh = build_mesh(config.engine.layout, spec)
-    device = _device(config.engine.model.device, mesh.num_ranks, say)
+    device = resolve_device(config.engine.model.device, mesh.num_ranks)
     _check_length(config.engine, spec)
     # A missing or truncated file ends here, before anything is started. Names and shapes are checked by every worker
     # before it reads a byte: their table lies with the models, which need torch.
-    open_headers(source)
+    if config.engine.model.weights == "checkpoint":
+        open_headers(source)
     for note in spec.notes:
         say(note)
     chunk = config.engine.schedule.chunk or (GPU_CHUNK if device == "cuda" else CPU_CHUNK)
+    ahead = config.engine.schedule.run_ahead
+    if ahead is None:
+        ahead = GPU_RUN_AHEAD if device == "cuda" else 0
     dtype = resolve_dtype(config.engine.model.dtype, device, spec.dtype)
+    attention = _attention(config.engine.model.attention, device)
     engine = replace(
         config.engine,
-        model=replace(config.engine.model, model=str(source.path), device=device, dtype=dtype),
+        model=replace(config.engine.model, model=str(source.path), device=device, dtype=dtype, attention=attention),
         layout=replace(config.engine.layout, split=mesh.split),
-        schedule=replace(config.engine.schedule, chunk=chunk),
+        schedule=replace(config.engine.schedule, chunk=chunk, run_ahead=ahead),
     )
     http = replace(config.http, served_name=config.http.served_name or source.name)
     return Prepared(config=replace(config, engine=engine, http=http), spec=spec, mesh=mesh)
 
 
-def _device(asked: DeviceName, num_ranks: int, say: Callable[[str], None]) -> Literal["cpu", "cuda"]:
-    """The device of the ranks: GPUs have no kernels and no edges yet, and half a pipeline on them helps nobody."""
-    if asked == "cuda":
-        resolve_device(asked, num_ranks)  # what no version could do is said first
-        raise UserError("--device cuda: this version computes on processors only")
-    if asked == "auto" and num_gpus() and torch_has_cuda():
-        say("the GPUs here are not used yet: this version computes on processors")
-    return "cpu"
+def _attention(asked: AttentionName, device: Literal["cpu", "cuda"]) -> Literal["torch", "triton"]:
+    if asked == "auto":
+        return "triton" if device == "cuda" else "torch"
+    if asked == "triton" and device == "cpu":
+        raise UserError("--attention triton: needs --device cuda")
+    return asked
 
 
 def _check_length(config: EngineConfig, spec: ModelSpec) -> None:

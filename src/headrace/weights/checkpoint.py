@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -25,6 +27,8 @@ Reader = Callable[[Path, int, memoryview], int]
 
 _MAX_READERS = 4
 """Blocks in flight at most: enough to keep a drive busy."""
+_PINNED_BUFFERS = 2
+"""Of each reader that loads to a GPU: one is read into while the other is copied away."""
 
 
 class Checkpoint:
@@ -71,15 +75,22 @@ def load(checkpoint: Checkpoint, slots: Mapping[str, Sequence[Slot]], progress: 
     check_slots(checkpoint, slots)
     blocks = plan_reads(_wants(checkpoint, slots))
     total = sum(piece.num_bytes for block in blocks for piece in block.pieces)
-    filler = _Filler(checkpoint, slots, max((block.num_bytes for block in blocks), default=0))
-    # The threads that this rank may compute with bound those that read and convert.
-    readers = max(1, min(_MAX_READERS, torch.get_num_threads(), len(blocks)))
+    device = _device_of(slots)
+    filler = _Filler(checkpoint, slots, max((block.num_bytes for block in blocks), default=0), device)
+    # On a processor the threads that this rank may compute with bound those that read and convert; where a GPU
+    # converts, its rank has one thread to compute with and the drive still wants several readers.
+    threads = torch.get_num_threads() if device.type == "cpu" else _MAX_READERS
+    readers = max(1, min(_MAX_READERS, threads, len(blocks)))
     done = 0
-    with ThreadPoolExecutor(readers, thread_name_prefix="load") as pool:
-        for count in pool.map(filler.fill, blocks):
-            done += count
-            if progress is not None:
-                progress(done, total)
+    try:
+        with ThreadPoolExecutor(readers, thread_name_prefix="load") as pool:
+            for count in pool.map(filler.fill, blocks):
+                done += count
+                if progress is not None:
+                    progress(done, total)
+    finally:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the last copies are still under way, and the buffers go now
 
 
 def check_slots(checkpoint: Checkpoint, slots: Mapping[str, Sequence[Slot]]) -> None:
@@ -127,33 +138,119 @@ def _wants(checkpoint: Checkpoint, slots: Mapping[str, Sequence[Slot]]) -> Itera
         yield Want(name, header.file, header.offset, codec.row_bytes, codec.unit, rows)
 
 
+def _device_of(slots: Mapping[str, Sequence[Slot]]) -> torch.device:
+    """The one device that all slots are on."""
+    devices = {slot.dest.device for places in slots.values() for slot in places}
+    assert len(devices) <= 1, f"slots on several devices: {devices}"
+    return devices.pop() if devices else torch.device("cpu")
+
+
 def _rows(slot: Slot) -> range:
     """The rows of the checkpoint tensor that a slot takes; a scalar is one row."""
     return range(*slot.source[0].indices(slot.shape[0])) if slot.shape else range(1)
 
 
-class _Filler:
-    """Reads blocks and copies their rows into slots, on as many threads as call it, each with one buffer."""
+class _Lane(Protocol):
+    """One reader thread's memory: where blocks are read into and where their rows are copied from."""
 
-    def __init__(self, checkpoint: Checkpoint, slots: Mapping[str, Sequence[Slot]], buffer_bytes: int) -> None:
-        self._checkpoint, self._slots, self._buffer_bytes = checkpoint, slots, buffer_bytes
+    def next(self, num_bytes: int) -> torch.Tensor:
+        """Host bytes that may be overwritten."""
+        ...
+
+    def move(self, raw: torch.Tensor) -> torch.Tensor:
+        """The bytes that `next` gave, filled by now, where the slots are."""
+        ...
+
+    def copying(self) -> AbstractContextManager[object]:
+        """The context in which slots are filled from what `move` gave."""
+        ...
+
+
+class _HostLane:
+    """One buffer, from which slots are filled at once."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+
+    def next(self, num_bytes: int) -> torch.Tensor:
+        return self._buffer[:num_bytes]
+
+    def move(self, raw: torch.Tensor) -> torch.Tensor:
+        return raw
+
+    def copying(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+class _CudaLane:
+    """Pinned buffers read into in turn, and one on the device: a block crosses whole, its rows are spread there.
+
+    All device work of a lane is on its own stream, so that order there makes reuse of the device's buffer safe; a
+    pinned one is reused once the event that follows its copy has passed.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        # The slots' memory may still be written to by what made it.
+        self._stream.wait_stream(torch.cuda.default_stream(device))
+        self._pinned = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(_PINNED_BUFFERS)]
+        self._copied: list[torch.cuda.Event | None] = [None] * _PINNED_BUFFERS
+        with self.copying():
+            self._there = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._turn = -1
+
+    def next(self, num_bytes: int) -> torch.Tensor:
+        self._turn = (self._turn + 1) % _PINNED_BUFFERS
+        event = self._copied[self._turn]
+        if event is not None:
+            event.synchronize()
+        return self._pinned[self._turn][:num_bytes]
+
+    def move(self, raw: torch.Tensor) -> torch.Tensor:
+        with self.copying():
+            there = self._there[: len(raw)].copy_(raw, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        self._copied[self._turn] = event
+        return there
+
+    def copying(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
+
+class _Filler:
+    """Reads blocks and copies their rows into slots, on as many threads as call it, each with a lane of its own."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, slots: Mapping[str, Sequence[Slot]], buffer_bytes: int, device: torch.device
+    ) -> None:
+        self._checkpoint, self._slots, self._buffer_bytes, self._device = checkpoint, slots, buffer_bytes, device
         self._local = threading.local()
 
     def fill(self, block: Block) -> int:
         """Read a block, fill what its rows belong to, and return the bytes of its pieces."""
-        raw = self._read(block)
         # The mode allows filling parameters and tensors made under inference mode alike.
         with torch.inference_mode():
-            for piece in block.pieces:
-                start = piece.offset - block.offset
-                self._spread(piece, raw[start : start + piece.num_bytes])
+            lane = self._lane()
+            host = self._read(block, lane)
+            # GGUF's types are decoded by the processor, and cross decoded; everything else crosses as it is stored.
+            raw = host if self._checkpoint.source.kind == "gguf" else lane.move(host)
+            with lane.copying():
+                for piece in block.pieces:
+                    start = piece.offset - block.offset
+                    self._spread(piece, raw[start : start + piece.num_bytes])
         return sum(piece.num_bytes for piece in block.pieces)
 
-    def _read(self, block: Block) -> torch.Tensor:
-        buffer: torch.Tensor | None = getattr(self._local, "buffer", None)
-        if buffer is None:
-            buffer = self._local.buffer = torch.empty(self._buffer_bytes, dtype=torch.uint8)
-        raw = buffer[: block.num_bytes]
+    def _lane(self) -> _Lane:
+        lane: _Lane | None = getattr(self._local, "lane", None)
+        if lane is None:
+            size, device = self._buffer_bytes, self._device
+            lane = self._local.lane = _HostLane(size) if device.type == "cpu" else _CudaLane(size, device)
+        return lane
+
+    def _read(self, block: Block, lane: _Lane) -> torch.Tensor:
+        raw = lane.next(block.num_bytes)
         try:
             count = self._checkpoint.reader(block.file, block.offset, raw.numpy().data)
         except OSError as error:

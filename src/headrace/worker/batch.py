@@ -1,4 +1,4 @@
-"""From a plan's rows to tensors: positions, token ids, cache slots and attention groups.
+"""From a plan's rows to tensors: positions, token ids, cache slots and what attention needs.
 
 Shapes: R rows, T tokens of the step, S page size.
 """
@@ -6,6 +6,7 @@ Shapes: R rows, T tokens of the step, S page size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from headrace.kernels.attention import Group, TorchAttention
 from headrace.layers.batch import Batch, LayerCaches
 from headrace.step import Int32Array
 from headrace.worker.mirror import Mirror
+from headrace.worker.transfer import upload
 
 IntArray = npt.NDArray[np.int64]
 
@@ -46,6 +48,17 @@ class Rows:
         """[R] index of each row's last token in the step."""
         return self.offsets + self.counts - 1
 
+    @cached_property
+    def positions(self) -> IntArray:
+        """[T]"""
+        return np.arange(self.num_tokens) - np.repeat(self.offsets - self.starts, self.counts)
+
+    def kept_at(self, mirror: Mirror, page_size: int) -> IntArray:
+        """[T] where each token's keys and values are kept: page id * page size + offset."""
+        pages = mirror.page_table[np.repeat(self.slots, self.counts), self.positions // page_size].astype(np.int64)
+        kept: IntArray = pages * page_size + self.positions % page_size
+        return kept
+
 
 def make_batch(
     plan_id: int,
@@ -56,31 +69,29 @@ def make_batch(
     device: torch.device,
     tokens: torch.Tensor | None,
 ) -> Batch:
-    """The step's tensors. `tokens` is given on the first stage (see `gather_tokens`)."""
-    row_of = np.repeat(np.arange(len(rows.slots)), rows.counts)
-    positions = np.arange(rows.num_tokens) - np.repeat(rows.offsets - rows.starts, rows.counts)
-    pages = mirror.page_table[rows.slots[row_of], positions // page_size].astype(np.int64)
-    kept_at = pages * page_size + positions % page_size
-    attention = TorchAttention(torch.from_numpy(kept_at).to(device), tuple(_groups(rows, mirror, page_size, device)))
-    return Batch(plan_id, tokens, torch.from_numpy(positions).to(device), attention, cache)
+    """The step's tensors for the reference attention. `tokens` is given on the first stage (see `gather_tokens`)."""
+    slots = upload(rows.kept_at(mirror, page_size), device)
+    attention = TorchAttention(tuple(_groups(rows, mirror, page_size, device)))
+    return Batch(plan_id, tokens, upload(rows.positions, device), slots, attention, cache)
 
 
 def gather_tokens(rows: Rows, mirror: Mirror, last_token: torch.Tensor) -> torch.Tensor:
     """[T] ids: known tokens from the mirror, sampled ones from `last_token` [slots], where the feedback put them."""
+    device = last_token.device
     known_rows = rows.starts < mirror.known[rows.slots]
     if not known_rows.any():
-        return last_token.index_select(0, torch.from_numpy(rows.slots).to(last_token.device))
+        return last_token.index_select(0, upload(rows.slots, device))
     ids = np.zeros(rows.num_tokens, dtype=np.int64)
     for r in np.flatnonzero(known_rows).tolist():
         known = mirror.tokens[rows.slots[r]]
         assert known is not None
         start, count, offset = int(rows.starts[r]), int(rows.counts[r]), int(rows.offsets[r])
         ids[offset : offset + count] = known[start : start + count]
-    out = torch.from_numpy(ids).to(last_token.device)
+    out = upload(ids, device)
     sampled = np.flatnonzero(~known_rows)
     if len(sampled):
-        source = torch.from_numpy(rows.slots[sampled]).to(last_token.device)
-        out[torch.from_numpy(rows.offsets[sampled]).to(last_token.device)] = last_token.index_select(0, source)
+        source = upload(rows.slots[sampled], device)
+        out[upload(rows.offsets[sampled], device)] = last_token.index_select(0, source)
     return out
 
 
@@ -112,8 +123,8 @@ def _decode_group(
     if (lengths != num_pages * page_size).any():
         outside = np.arange(num_pages * page_size)[None, :] >= lengths[:, None]
         mask = _additive(outside, device)[:, None, None, :]
-    tokens = None if everything else torch.from_numpy(rows.offsets[members]).to(device)
-    return Group(tokens, 1, torch.from_numpy(pages.reshape(-1)).to(device), len(members), mask)
+    tokens = None if everything else upload(rows.offsets[members], device)
+    return Group(tokens, 1, upload(pages.reshape(-1), device), len(members), mask)
 
 
 def _chunk_group(rows: Rows, r: int, mirror: Mirror, page_size: int, device: torch.device) -> Group:
@@ -122,10 +133,9 @@ def _chunk_group(rows: Rows, r: int, mirror: Mirror, page_size: int, device: tor
     pages = mirror.page_table[rows.slots[r], :num_pages].astype(np.int64)
     outside = np.arange(num_pages * page_size)[None, :] > np.arange(start, start + count)[:, None]
     tokens = None if len(rows.slots) == 1 else torch.arange(offset, offset + count, device=device)
-    return Group(tokens, count, torch.from_numpy(pages).to(device), 1, _additive(outside, device)[None, None])
+    return Group(tokens, count, upload(pages, device), 1, _additive(outside, device)[None, None])
 
 
 def _additive(outside: npt.NDArray[np.bool_], device: torch.device) -> torch.Tensor:
-    mask = torch.zeros(outside.shape, dtype=torch.float32)
-    mask.masked_fill_(torch.from_numpy(outside), float("-inf"))
-    return mask.to(device)
+    mask = torch.zeros(outside.shape, dtype=torch.float32, device=device)
+    return mask.masked_fill_(upload(outside, device), float("-inf"))

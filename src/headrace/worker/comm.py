@@ -1,17 +1,12 @@
-"""Process groups and edges: every directed edge is a group of its own, created eagerly in one global order.
-
-A receive is posted only for a plan the worker holds, and its deadline starts then. A sent tensor is kept until its send
-is complete.
-"""
+"""Process groups: every directed edge is a group of its own, created eagerly in one global order."""
 
 from __future__ import annotations
 
 import os
-import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Literal
 from urllib.parse import urlparse
 
 import psutil
@@ -21,73 +16,13 @@ import torch.distributed as dist
 from headrace.errors import PeerLost
 from headrace.layers.axis import Axis, library_words
 from headrace.mesh import Mesh
+from headrace.worker.copy_edge import CopyInlet, CopyOutlet, can_copy
+from headrace.worker.edge import DeviceEdge, Edge, HostEdge
 
 OWN_TIMEOUT_FACTOR = 3
 """The library's own deadline, in ours: ours must end first, for its message names the edge."""
-
-
-class Receive:
-    """A posted receive."""
-
-    def __init__(self, edge: Edge, plan_id: int, tensor: torch.Tensor) -> None:
-        self._edge, self._plan_id, self._tensor = edge, plan_id, tensor
-        self._posted_s = time.monotonic()
-        with edge.naming(plan_id):
-            self._work = dist.irecv(tensor, src=edge.peer, group=edge.group)
-
-    def wait(self) -> torch.Tensor:
-        """The tensor, once it is there. Raises PeerLost naming rank, edge and plan."""
-        # Several are posted at once, and what comes before this one takes its time too.
-        start = max(self._posted_s, self._edge.last_received_s)
-        left = max(0.001, start + self._edge.timeout_s - time.monotonic())
-        with self._edge.naming(self._plan_id):
-            assert self._work is not None
-            self._work.wait(timedelta(seconds=left))
-        self._edge.last_received_s = time.monotonic()
-        return self._tensor
-
-
-class Edge:
-    """One direction between two ranks."""
-
-    def __init__(self, group: dist.ProcessGroup, peer: int, name: str, timeout_s: float, depth: int) -> None:
-        self.group, self.peer, self.name, self.timeout_s, self.depth = group, peer, name, timeout_s, depth
-        self.last_received_s = 0.0
-        self._sent: deque[tuple[int, dist.Work, torch.Tensor]] = deque()
-
-    def send(self, plan_id: int, tensor: torch.Tensor) -> None:
-        """Start sending; returns at once unless `depth` earlier sends are still under way."""
-        while len(self._sent) >= self.depth:
-            oldest, work, _ = self._sent.popleft()
-            with self.naming(oldest):
-                work.wait(timedelta(seconds=self.timeout_s))
-        with self.naming(plan_id):
-            started = dist.isend(tensor, dst=self.peer, group=self.group)
-            assert started is not None
-        self._sent.append((plan_id, started, tensor))
-
-    def receive(self, plan_id: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Receive:
-        """Post a receive."""
-        return Receive(self, plan_id, torch.empty(*shape, dtype=dtype, device=device))
-
-    def naming(self, plan_id: int) -> _Naming:
-        """A context in which the library's errors become one line that names this edge."""
-        return _Naming(self, plan_id)
-
-
-@dataclass(frozen=True)
-class _Naming:
-    edge: Edge
-    plan_id: int
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, RuntimeError) or isinstance(error, PeerLost):
-            return
-        problem = library_words(error, self.edge.timeout_s)
-        raise PeerLost(f"{self.edge.name}, plan {self.plan_id}: {problem}") from error
+EDGE_CTAS = 4
+"""Multiprocessors that a transfer between two GPUs may take from the step that computes beside it."""
 
 
 @dataclass(frozen=True)
@@ -102,77 +37,142 @@ class Comm:
     next: Edge | None = None
     """Hidden states to the stage after."""
     feedback_in: Edge | None = None
-    """Sampled tokens, on ranks of the first stage that do not sample."""
-    feedback_out: tuple[Edge, ...] = ()
-    """Sampled tokens, on the rank that samples."""
-
-
-def connect(mesh: Mesh, rank: int, store_url: str, timeout_s: float, max_in_flight: int) -> Comm:
-    """Join all ranks; every rank calls this at the same time. Raises PeerLost if they do not come together."""
-    tensor, expert, piece = mesh.tensor(rank), mesh.expert(rank), mesh.expert_slice(rank)
-    if mesh.num_ranks == 1:
-        return Comm(Axis(), Axis(name="expert"), Axis(name="expert slice"))
-    own = timedelta(seconds=timeout_s * OWN_TIMEOUT_FACTOR)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
-    try:
-        dist.init_process_group(
-            "gloo", store=_store(store_url, mesh.num_ranks, rank), rank=rank, world_size=mesh.num_ranks, timeout=own
-        )
-    except RuntimeError as error:
-        words = library_words(error, timeout_s * OWN_TIMEOUT_FACTOR)
-        raise PeerLost(f"rank {rank}: the {mesh.num_ranks} ranks did not come together: {words}") from error
-
-    # Every rank creates every group, in this order, members or not: that is what the library asks for.
-    tensor_group = None
-    for stage in range(mesh.pp):
-        if mesh.tp > 1:
-            group = dist.new_group(list(mesh.ranks_of(stage)), timeout=own)
-            if mesh.stage_of(rank) == stage:
-                tensor_group = group
-    # One more than the plans that can be in flight, so that a send never waits while its plan is in the window.
-    make = _EdgeMaker(mesh, rank, timeout_s, own, depth=max_in_flight + 1)
-    previous = following = feedback_in = None
-    feedback_out = []
-    for source in range(mesh.num_ranks - mesh.tp):
-        edge = make(source, source + mesh.tp, "activations")
-        if edge is not None and rank == source:
-            following = edge
-        elif edge is not None:
-            previous = edge
-    for target in mesh.ranks_of(0):
-        if target == mesh.sampler:
-            continue
-        edge = make(mesh.sampler, target, "sampled tokens")
-        if edge is not None and rank == target:
-            feedback_in = edge
-        elif edge is not None:
-            feedback_out.append(edge)
-    return Comm(
-        Axis.at(tensor, tensor_group, f"tensor ranks of stage {mesh.stage_of(rank)}", timeout_s),
-        Axis.at(expert, None, "expert"),
-        Axis.at(piece, None, "expert slice"),
-        previous,
-        following,
-        feedback_in,
-        tuple(feedback_out),
-    )
+    """Sampled tokens, on ranks of the first stage: from the same tensor index of the last one."""
+    feedback_out: Edge | None = None
+    """Sampled tokens, on ranks of the last stage."""
 
 
 @dataclass(frozen=True)
-class _EdgeMaker:
+class Devices:
+    """Where the ranks are, and the most that one plan sends over an edge."""
+
+    of_rank: Sequence[torch.device]
+    hidden_bytes: int = 0
+    token_bytes: int = 0
+    copies: bool = False
+    """Edges between GPUs that can write to each other's memory are copies; the others, and all if False, are NCCL's."""
+
+
+def connect(
+    mesh: Mesh, rank: int, store_url: str, timeout_s: float, max_in_flight: int, devices: Devices | None = None
+) -> Comm:
+    """Join all ranks; every rank calls this at the same time. Raises PeerLost if they do not come together.
+
+    devices: None for ranks that compute on processors.
+    """
+    if mesh.num_ranks == 1:
+        return Comm(Axis(), Axis(name="expert"), Axis(name="expert slice"))
+    own = timedelta(seconds=timeout_s * OWN_TIMEOUT_FACTOR)
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", _loopback())
+    try:
+        store = _store(store_url, mesh.num_ranks, rank)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=mesh.num_ranks, timeout=own)
+        devices = devices or Devices([torch.device("cpu")] * mesh.num_ranks)
+        # One more than the plans that can be in flight, so that a send never waits while its plan is in the window.
+        return _Connector(mesh, rank, timeout_s, own, max_in_flight + 1, devices, store).connect()
+    except RuntimeError as error:
+        if isinstance(error, PeerLost):
+            raise
+        words = library_words(error, timeout_s * OWN_TIMEOUT_FACTOR)
+        raise PeerLost(f"rank {rank}: the {mesh.num_ranks} ranks did not come together: {words}") from error
+
+
+@dataclass
+class _Connector:
     mesh: Mesh
     rank: int
     timeout_s: float
     own: timedelta
     depth: int
+    devices: Devices
+    store: dist.Store
+    _edges: list[tuple[Edge, bool]] = field(default_factory=list)
+    """This rank's edges in the global order, and whether it is the source."""
 
-    def __call__(self, source: int, target: int, what: str) -> Edge | None:
-        group = dist.new_group([source, target], timeout=self.own)
+    def connect(self) -> Comm:
+        """Make every group: all ranks make all of them, in this order, members or not, as the library asks."""
+        mesh, rank = self.mesh, self.rank
+        tensor_group = None
+        for stage in range(mesh.pp):
+            if mesh.tp > 1:
+                group = self._group(list(mesh.ranks_of(stage)), edge=False)
+                if mesh.stage_of(rank) == stage:
+                    tensor_group = group
+        previous = following = feedback_in = feedback_out = None
+        for source in range(mesh.num_ranks - mesh.tp):
+            edge = self._edge(source, source + mesh.tp, "activations")
+            if edge is not None and rank == source:
+                following = edge
+            elif edge is not None:
+                previous = edge
+        for index in range(mesh.tp if mesh.pp > 1 else 0):
+            edge = self._edge(mesh.sampler + index, index, "sampled tokens")
+            if edge is not None and rank == index:
+                feedback_in = edge
+            elif edge is not None:
+                feedback_out = edge
+        axis = Axis.at(mesh.tensor(rank), tensor_group, f"tensor ranks of stage {mesh.stage_of(rank)}", self.timeout_s)
+        self._warm(axis)
+        return Comm(
+            axis,
+            Axis.at(mesh.expert(rank), None, "expert"),
+            Axis.at(mesh.expert_slice(rank), None, "expert slice"),
+            previous,
+            following,
+            feedback_in,
+            feedback_out,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's."""
+        return self.devices.of_rank[self.rank]
+
+    def _group(self, ranks: list[int], *, edge: bool) -> dist.ProcessGroup:
+        if self.device.type == "cpu":
+            return dist.new_group(ranks, timeout=self.own)
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=edge)
+        options._timeout = self.own
+        if edge:
+            options.config.max_ctas = EDGE_CTAS
+        return dist.new_group(ranks, timeout=self.own, backend="nccl", pg_options=options)
+
+    def _edge(self, source: int, target: int, what: Literal["activations", "sampled tokens"]) -> Edge | None:
+        stage, of_rank = self.mesh.stage_of, self.devices.of_rank
+        copies = self.devices.copies and can_copy(of_rank[source], of_rank[target])
+        group = None if copies else self._group([source, target], edge=True)
         if self.rank not in (source, target):
             return None
-        stage = self.mesh.stage_of
         name = f"{what} from rank {source} (stage {stage(source)}) to rank {target} (stage {stage(target)})"
-        return Edge(group, target if self.rank == source else source, name, self.timeout_s, self.depth)
+        peer = target if self.rank == source else source
+        edge: Edge
+        if group is None:
+            num_bytes = self.devices.hidden_bytes if what == "activations" else self.devices.token_bytes
+            end = CopyOutlet if self.rank == source else CopyInlet
+            edge = end(self.store, f"edge {source} {target} {what}", name, num_bytes, self.depth, self.device)
+        elif self.device.type == "cpu":
+            edge = HostEdge(group, peer, name, self.timeout_s, self.depth)
+        else:
+            edge = DeviceEdge(group, peer, name, self.timeout_s, self.device)
+        self._edges.append((edge, self.rank == source))
+        return edge
+
+    def _warm(self, tensor: Axis) -> None:
+        """NCCL makes a communicator at its first use: here, in the global order, not in the middle of a step.
+
+        And what does not work is found here, with the edge's name.
+        """
+        if self.device.type == "cpu":
+            return
+        one = torch.zeros(1, dtype=torch.int64, device=self.device)
+        tensor.all_reduce(one)
+        for edge, is_source in self._edges:
+            if is_source:
+                edge.send(-1, one)
+            else:
+                edge.receive(-1, (1,), torch.int64, self.device).wait()
+            torch.cuda.synchronize(self.device)
 
 
 def _store(url: str, num_ranks: int, rank: int) -> dist.Store:

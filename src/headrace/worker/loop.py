@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+import torch.distributed as dist
 import zmq
 
 from headrace.config import EngineConfig
@@ -23,10 +23,10 @@ from headrace.step import (
     WorkerMessage,
     WorkerStats,
 )
-from headrace.telemetry.trace import Trace
-from headrace.worker.cache import KVCache
+from headrace.worker.prepare import kv_memory, prepare
+from headrace.worker.profile import Profile
 from headrace.worker.runner import Runner
-from headrace.worker.stage import Stage, bring_up
+from headrace.worker.stage import bring_up
 
 STATS_PERIOD_S = 0.5
 PROGRESS_PERIOD_S = 0.1
@@ -58,27 +58,36 @@ class Worker:
             return
         config = msgspec.msgpack.decode(start.config, type=EngineConfig)
         stage = bring_up(config, self._rank, start.store, self._progress)
-        self._send(Loaded(self._rank, stage.weight_bytes, stage.page_bytes, stage.kv_memory, stage.load_s))
+        self._send(Loaded(self._rank, stage.weight_bytes, stage.page_bytes, kv_memory(stage), stage.load_s))
         allocate = self._expect(Allocate)
         if allocate is None:
             return
-        runner, kv_bytes = make_runner(stage, config, allocate)
-        self._send(Prepared(self._rank, kv_bytes))
+        prepared = prepare(stage, allocate.num_pages, allocate.max_len)
+        runner = prepared.runner
+        self._send(Prepared(self._rank, prepared.kv_bytes, runner.backend, prepared.graph_bytes))
         self._execute(runner)
+        if stage.device.type == "cuda" and dist.is_initialized():
+            dist.destroy_process_group()
 
     def _execute(self, runner: Runner) -> None:
-        while not self._stopped:
+        profile = Profile.asked_for(self._rank)
+        ending = False
+        while not self._stopped and not (ending and not runner.holds_plans and not runner.is_busy):
             # With plans in hand never wait for more, but take what is there: its receives are posted that much sooner.
-            message = self._receive(0 if runner.holds_plans else 1000)
+            # With work on the device look again and again: its result is what the engine waits for.
+            message = self._receive(0 if ending or runner.holds_plans or runner.is_busy else 1000)
             if isinstance(message, StepPlan):
                 runner.accept(message)
                 continue
             if isinstance(message, Stop):
-                return
+                # What all ranks were sent all ranks compute: nobody is left waiting for a peer that has gone.
+                ending = True
             if runner.holds_plans:
-                result = runner.execute()
-                if result is not None:
-                    self._send(result)
+                if profile is not None:
+                    profile.step(runner.next_tokens)
+                runner.execute()
+            for result in runner.results():
+                self._send(result)
             self._tell_stats(runner)
 
     def _expect(self, kind: type[Message]) -> Message | None:
@@ -112,33 +121,3 @@ class Worker:
             return
         self._next_stats_s, self._told_steps = now + STATS_PERIOD_S, runner.num_steps
         self._send(WorkerStats(self._rank, runner.num_steps, runner.num_tokens, runner.busy_s))
-
-
-def make_runner(stage: Stage, config: EngineConfig, allocate: Allocate) -> tuple[Runner, int]:
-    """The rank's runner with its KV cache, and the cache's bytes."""
-    schedule, mesh = config.schedule, stage.mesh
-    cache = KVCache(
-        stage.spec,
-        mesh.layers_of(stage.index),
-        allocate.num_pages,
-        schedule.page_size,
-        mesh.tp,
-        stage.dtype,
-        stage.device,
-    )
-    trace = Trace(Path(config.run.trace), stage.rank, stage.index) if config.run.trace else None
-    runner = Runner(
-        spec=stage.spec,
-        mesh=mesh,
-        rank=stage.rank,
-        model=stage.model,
-        comm=stage.comm,
-        cache=cache,
-        max_running=schedule.max_running,
-        max_len=allocate.max_len,
-        page_size=schedule.page_size,
-        dtype=stage.dtype,
-        device=stage.device,
-        trace=trace,
-    )
-    return runner, cache.num_bytes

@@ -20,6 +20,8 @@ class Mirror:
         self.tokens: list[Int32Array | None] = [None] * num_slots
         self.num_prompt: Int32Array = np.zeros(num_slots, dtype=np.int32)
         self.samplers: list[SamplerSpec | None] = [None] * num_slots
+        self.changed: npt.NDArray[np.int64] = np.zeros((0, 2), dtype=np.int64)
+        """(slot, n-th page) of the entries that the last plan added to the page table."""
         self._last_plan = -1
 
     def apply(self, plan: StepPlan) -> list[Register]:
@@ -37,7 +39,11 @@ class Mirror:
             self.known[new.slot] = len(tokens)
             self.num_prompt[new.slot] = new.num_prompt
             self.samplers[new.slot] = new.sampler
+        changed = []
         for slot, page in unpack(plan.pages, 2).tolist():
-            self.page_table[slot, self.num_pages[slot]] = page
-            self.num_pages[slot] += 1
+            index = int(self.num_pages[slot])
+            self.page_table[slot, index] = page
+            self.num_pages[slot] = index + 1
+            changed.append((slot, index))
+        self.changed = np.array(changed, dtype=np.int64).reshape(-1, 2)
         return plan.register

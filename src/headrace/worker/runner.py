@@ -1,37 +1,57 @@
-"""Runs plans on one rank: receive, compute the stage's layers, send on; on the last stage sample and answer."""
+"""Runs plans on one rank: receive, compute the stage's layers, send on; on the last stage sample and answer.
+
+Device work is issued in plan order by one thread and nothing here waits for it: what a plan leaves for the host is
+collected when the device has come to its end.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from headrace.errors import PeerLost
 from headrace.layers.decoder import Decoder
 from headrace.mesh import Mesh
 from headrace.spec import ModelSpec
 from headrace.step import ROW_WIDTH, StepPlan, StepResult, TokenLogprobs, pack, unpack
 from headrace.telemetry.trace import Trace
-from headrace.worker.batch import IntArray, Rows, gather_tokens, make_batch
-from headrace.worker.cache import KVCache
-from headrace.worker.comm import Comm, Receive
+from headrace.worker.batch import IntArray, Rows
+from headrace.worker.clock import Clock, start_clock
+from headrace.worker.comm import Comm
+from headrace.worker.edge import Edge, Receive
 from headrace.worker.mirror import Mirror
-from headrace.worker.sampler import Sampler, token_logprobs
+from headrace.worker.sampler import Sampled, Sampler, Scores
+from headrace.worker.steps import DeviceState, Outcome, Steps
+from headrace.worker.transfer import upload
 
 PROMPT_BLOCK = 64
 """Rows of prompt log-probabilities computed at once: logits of a whole chunk would not fit."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Held:
     """A plan the worker holds, with the receives that were posted for it."""
 
     plan: StepPlan
     rows: Rows
-    hidden: Receive | None
-    feedback: Receive | None
+    hidden: Receive | None = None
+    feedback: Receive | None = None
+
+
+@dataclass
+class Flying:
+    """A plan whose work is on the device, and what the host will read when it is done."""
+
+    held: Held
+    clock: Clock
+    issued_s: float
+    sampled: Sampled | None = None
+    prompt: dict[int, list[Scores]] = field(default_factory=dict)
 
 
 class Runner:
@@ -45,81 +65,145 @@ class Runner:
         rank: int,
         model: Decoder,
         comm: Comm,
-        cache: KVCache,
+        mirror: Mirror,
+        state: DeviceState,
+        steps: Steps,
         max_running: int,
-        max_len: int,
-        page_size: int,
+        window: int,
         dtype: torch.dtype,
         device: torch.device,
+        timeout_s: float,
         trace: Trace | None = None,
     ) -> None:
-        self._spec, self._model, self._comm, self._cache, self._trace = spec, model, comm, cache, trace
-        self._page_size, self._dtype, self._device = page_size, dtype, device
+        self._spec, self._model, self._comm, self._trace = spec, model, comm, trace
+        self._mirror, self._state, self._steps = mirror, state, steps
+        self._dtype, self._device, self._timeout_s = dtype, device, timeout_s
         self._first, self._last = mesh.is_first(rank), mesh.is_last(rank)
-        self._samples = rank == mesh.sampler
-        self._window = mesh.pp
+        self._window = window
         """Plans in flight at most."""
-        self._mirror = Mirror(max_running, -(-max_len // page_size))
-        self._sampler = Sampler(max_running, spec.vocab_size, device) if self._samples else None
+        self._sampler = Sampler(max_running, spec.vocab_size, device) if rank == mesh.sampler else None
         self._held: deque[Held] = deque()
-        self._last_token = torch.zeros(max_running, dtype=torch.int64, device=device)
+        self._flying: deque[Flying] = deque()
         self._sampled_in = np.full(max_running, -1, dtype=np.int64)
         """Plan in which each slot last sampled: its token must be here before the slot's next decode row."""
         self._awaited: deque[tuple[int, IntArray, Receive]] = deque()
+        self._last_done_s = 0.0
         self.num_steps = 0
         self.num_tokens = 0
         self.busy_s = 0.0
+
+    @property
+    def backend(self) -> str:
+        """What steps run on, for reports."""
+        return self._steps.backend
 
     @property
     def holds_plans(self) -> bool:
         """Whether a plan waits to be executed."""
         return bool(self._held)
 
+    @property
+    def next_tokens(self) -> int:
+        """Tokens of the oldest held plan."""
+        return self._held[0].rows.num_tokens
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a plan's work is on the device."""
+        return bool(self._flying)
+
     def accept(self, plan: StepPlan) -> None:
-        """Take a plan in and post its receives, so that they arrive while earlier plans compute."""
-        rows = Rows.of(unpack(plan.rows, ROW_WIDTH))
-        hidden = feedback = None
-        if self._comm.previous is not None:
-            shape = (rows.num_tokens, self._spec.hidden)
-            hidden = self._comm.previous.receive(plan.plan_id, shape, self._dtype, self._device)
-        num_sampling = int(rows.samples.sum())
-        if self._comm.feedback_in is not None and num_sampling:
-            feedback = self._comm.feedback_in.receive(plan.plan_id, (num_sampling,), torch.int64, self._device)
-        self._held.append(Held(plan, rows, hidden, feedback))
+        """Take a plan in and post its receives, if that can be done ahead: they arrive while earlier plans compute."""
+        held = Held(plan, Rows.of(unpack(plan.rows, ROW_WIDTH)))
+        if self._comm.previous is not None and self._comm.previous.posts_ahead:
+            held.hidden = self._receive_hidden(held)
+        if self._comm.feedback_in is not None and self._comm.feedback_in.posts_ahead:
+            held.feedback = self._receive_tokens(held)
+        self._held.append(held)
+
+    def _receive_hidden(self, held: Held) -> Receive | None:
+        edge, shape = self._comm.previous, (held.rows.num_tokens, self._spec.hidden)
+        return None if edge is None else edge.receive(held.plan.plan_id, shape, self._dtype, self._device)
+
+    def _receive_tokens(self, held: Held) -> Receive | None:
+        edge, count = self._comm.feedback_in, int(held.rows.samples.sum())
+        if edge is None or not count:
+            return None
+        return edge.receive(held.plan.plan_id, (count,), torch.int64, self._device)
 
     @torch.inference_mode()
-    def execute(self) -> StepResult | None:
-        """Run the oldest held plan; the sampling rank returns its result."""
+    def execute(self) -> None:
+        """Run the oldest held plan."""
         held = self._held.popleft()
         plan, rows = held.plan, held.rows
         for new in self._mirror.apply(plan):
             if self._sampler is not None:
                 self._sampler.register(new, unpack(new.tokens))
-        tokens = None
+        self._state.take_pages(self._mirror)
         if self._first:
             self._await_tokens(rows)
-            tokens = gather_tokens(rows, self._mirror, self._last_token)
-        batch = make_batch(plan.plan_id, rows, self._mirror, self._cache, self._page_size, self._device, tokens)
-        x = tokens if held.hidden is None else held.hidden.wait()
-        assert x is not None
-        started = time.monotonic_ns()
-        x_TD = self._model(x, batch)
+        held.hidden = held.hidden or self._receive_hidden(held)
+        hidden = None if held.hidden is None else held.hidden.wait()
+        clock = start_clock(self._device)
+        flying = Flying(held, clock, time.monotonic())
+        outcome = self._steps.run(plan.plan_id, rows, hidden)
         if self._comm.next is not None:
-            self._comm.next.send(plan.plan_id, x_TD)
-        result = self._finish(held, x_TD) if self._last else None
-        ended = time.monotonic_ns()
+            self._comm.next.send(plan.plan_id, outcome.hidden)
+        held.feedback = held.feedback or self._receive_tokens(held)
+        if self._last:
+            self._finish(flying, outcome)
+        clock.stop()
         sampling = rows.slots[rows.samples]
         self._sampled_in[sampling] = plan.plan_id
         if held.feedback is not None:
             self._awaited.append((plan.plan_id, sampling, held.feedback))
             # What left the window has arrived; tokens that nobody continues from are not kept for ever.
             self._take_tokens(plan.plan_id - self._window)
-        self.num_steps += 1
-        self.num_tokens += rows.num_tokens
-        self.busy_s += (ended - started) * 1e-9
-        if self._trace is not None:
-            self._trace.step(plan.plan_id, rows.num_tokens, len(rows.slots), started, ended)
-        return result
+        self._flying.append(flying)
+
+    def results(self) -> Iterator[StepResult]:
+        """What is done, in plan order; only the sampling rank has something to tell.
+
+        Raises PeerLost, naming edge and plan, where the oldest plan is not done in time.
+        """
+        while self._flying:
+            flying = self._flying[0]
+            if not flying.clock.is_done():
+                self._check_deadline(flying)
+                return
+            self._flying.popleft()
+            self._last_done_s = time.monotonic()
+            rows, plan = flying.held.rows, flying.held.plan
+            started, ended = flying.clock.span_ns()
+            self.num_steps += 1
+            self.num_tokens += rows.num_tokens
+            self.busy_s += (ended - started) * 1e-9
+            if self._trace is not None:
+                self._trace.step(plan.plan_id, rows.num_tokens, len(rows.slots), started, ended)
+            if self._sampler is None:
+                continue
+            tokens, logprobs = ([], {}) if flying.sampled is None else flying.sampled.finish()
+            prompt: dict[int, list[TokenLogprobs]] = {
+                row: [entry for block in blocks for entry in block.entries()] for row, blocks in flying.prompt.items()
+            }
+            yield StepResult(plan.plan_id, pack(tokens), logprobs, prompt)
+
+    def _check_deadline(self, flying: Flying) -> None:
+        # Several are issued at once, and what comes before this one takes its time too.
+        if time.monotonic() - max(flying.issued_s, self._last_done_s) < self._timeout_s:
+            return
+        plan_id = flying.held.plan.plan_id
+        waits: list[tuple[Edge | None, Receive | None]] = [
+            (self._comm.previous, flying.held.hidden),
+            *((self._comm.feedback_in, receive) for earlier, _, receive in self._awaited if earlier < plan_id),
+        ]
+        for edge, receive in waits:
+            if edge is not None and receive is not None and not receive.is_done():
+                break
+        else:
+            edge = None
+        what = "the device" if edge is None else edge.name
+        raise PeerLost(f"{what}, plan {flying.held.plan.plan_id}: nothing within {self._timeout_s:g} s (--timeout)")
 
     def _await_tokens(self, rows: Rows) -> None:
         """Wait for the sampled tokens that these rows start from, and for no later ones."""
@@ -132,32 +216,36 @@ class Runner:
     def _take_tokens(self, up_to: int) -> None:
         while self._awaited and self._awaited[0][0] <= up_to:
             _, slots, receive = self._awaited.popleft()
-            self._last_token[torch.from_numpy(slots).to(self._device)] = receive.wait()
+            self._keep_tokens(slots, receive.wait())
 
-    def _finish(self, held: Held, x_TD: torch.Tensor) -> StepResult | None:
-        """Logits of the rows that sample, and of prompt positions where asked for; every rank of the stage joins in."""
-        rows, plan = held.rows, held.plan
-        prompt = self._prompt_logprobs(rows, x_TD)
-        sampling = np.flatnonzero(rows.samples)
-        tokens = torch.zeros(0, dtype=torch.int64)
-        logprobs: dict[int, TokenLogprobs] = {}
-        if len(sampling):
-            last = torch.from_numpy(rows.last_tokens[sampling]).to(self._device)
-            every = len(sampling) == x_TD.shape[0]
-            logits = self._model.logits(x_TD if every else x_TD.index_select(0, last))
-            if self._sampler is not None:
-                slots = rows.slots[sampling]
-                positions = rows.starts[sampling] + rows.counts[sampling]
-                tokens, logprobs = self._sampler.sample(logits, slots, positions)
-                self._last_token[torch.from_numpy(slots).to(self._device)] = tokens
-                for edge in self._comm.feedback_out:
-                    edge.send(plan.plan_id, tokens)
-        if self._sampler is None:
-            return None
-        return StepResult(plan.plan_id, pack(tokens.tolist()), logprobs, prompt)
+    def _keep_tokens(self, slots: IntArray, tokens: torch.Tensor) -> None:
+        self._state.last_token.index_copy_(0, upload(slots, self._device), tokens)
 
-    def _prompt_logprobs(self, rows: Rows, x_TD: torch.Tensor) -> dict[int, list[TokenLogprobs]]:
-        found: dict[int, list[TokenLogprobs]] = {}
+    def _finish(self, flying: Flying, outcome: Outcome) -> None:
+        """Sample, and score prompt positions where asked for; every rank of the stage joins in."""
+        held = flying.held
+        rows = held.rows
+        flying.prompt = self._score_prompts(rows, outcome.hidden)
+        if outcome.logits is None:
+            return
+        slots = rows.slots[rows.samples]
+        if self._sampler is not None:
+            positions = (rows.starts + rows.counts)[rows.samples]
+            greedy = None
+            if outcome.greedy is not None and outcome.finite is not None:
+                greedy = outcome.greedy, outcome.finite
+            flying.sampled = self._sampler.sample(outcome.logits, slots, positions, greedy)
+            tokens = flying.sampled.tokens
+        else:
+            tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
+        tokens = self._comm.tensor.broadcast(tokens)
+        if self._comm.feedback_out is not None:
+            self._comm.feedback_out.send(held.plan.plan_id, tokens)
+        if self._first:
+            self._keep_tokens(slots, tokens)
+
+    def _score_prompts(self, rows: Rows, x_TD: torch.Tensor) -> dict[int, list[Scores]]:
+        found: dict[int, list[Scores]] = {}
         for r, slot in enumerate(rows.slots.tolist()):
             spec, known = self._mirror.samplers[slot], self._mirror.tokens[slot]
             if spec is None or spec.prompt_logprobs is None or known is None:
@@ -168,7 +256,7 @@ class Runner:
                 count = min(PROMPT_BLOCK, stop - first)
                 logits = self._model.logits(x_TD[offset + first - start : offset + first - start + count])
                 if self._sampler is not None:
-                    targets = torch.from_numpy(known[first + 1 : first + 1 + count].astype(np.int64)).to(self._device)
-                    entries = token_logprobs(logits, targets, [spec.prompt_logprobs] * count)
-                    found.setdefault(r, []).extend(entries)
+                    targets = upload(known[first + 1 : first + 1 + count].astype(np.int64), self._device)
+                    scores = Scores.of(logits, targets, [spec.prompt_logprobs] * count)
+                    found.setdefault(r, []).append(scores)
         return found

@@ -14,7 +14,10 @@ import numpy.typing as npt
 import torch
 
 from headrace.errors import Fault
+from headrace.kernels import sampling
+from headrace.kernels.sampling import argmax
 from headrace.step import Register, SamplerSpec, TokenLogprobs
+from headrace.worker.transfer import download, upload
 
 NUCLEUS_GUESS = 512
 """Most likely tokens looked at first for top_p: nearly always the nucleus is among them, and a sort is spared."""
@@ -44,6 +47,58 @@ class _Counts:
     """[V] float32: times generated."""
 
 
+@dataclass(frozen=True)
+class Scores:
+    """Log-probabilities on their way to the host: valid once the device has come to here."""
+
+    tokens: torch.Tensor
+    own: torch.Tensor
+    top: torch.Tensor | None
+    top_ids: torch.Tensor | None
+    num_top: Sequence[int]
+
+    @classmethod
+    def of(cls, logits_RV: torch.Tensor, tokens_R: torch.Tensor, num_top: Sequence[int]) -> Scores:
+        """Of the tokens [R], and of the best `num_top` of each row."""
+        logprobs = logits_RV.float().log_softmax(-1)
+        own = download(logprobs.gather(-1, tokens_R.unsqueeze(-1)).squeeze(-1))
+        most = max(num_top)
+        if not most:
+            return cls(download(tokens_R), own, None, None, num_top)
+        top = logprobs.topk(most, dim=-1)
+        return cls(download(tokens_R), own, download(top.values), download(top.indices), num_top)
+
+    def entries(self) -> list[TokenLogprobs]:
+        """One a row, of Python numbers."""
+        tokens, own = self.tokens.tolist(), self.own.tolist()
+        if self.top is None or self.top_ids is None:
+            return [TokenLogprobs(token, value) for token, value in zip(tokens, own, strict=True)]
+        best, ids = self.top.tolist(), self.top_ids.tolist()
+        return [
+            TokenLogprobs(tokens[r], own[r], ids[r][: self.num_top[r]], best[r][: self.num_top[r]])
+            for r in range(len(tokens))
+        ]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Tokens on the device, and what the host will read of them once the device has come to here."""
+
+    tokens: torch.Tensor
+    """[R] int64, on the device."""
+    _host_tokens: torch.Tensor
+    _finite: torch.Tensor
+    _scored_rows: Sequence[int] = ()
+    _scores: Scores | None = None
+
+    def finish(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
+        """Tokens, and log-probabilities by row where asked for. Raises Fault for logits that are no numbers."""
+        if not bool(self._finite.all()):
+            raise Fault("the model computed a NaN or an infinity: its weights or its dtype do not hold")
+        entries = {} if self._scores is None else dict(zip(self._scored_rows, self._scores.entries(), strict=True))
+        return self._host_tokens.tolist(), entries
+
+
 class Sampler:
     """Sampling parameters by slot, and what penalties need to know of each request's tokens."""
 
@@ -60,6 +115,7 @@ class Sampler:
         self._logprobs = np.full(num_slots, -1, dtype=np.int64)
         self._specs: list[SamplerSpec] = [SamplerSpec()] * num_slots
         self._counts: dict[int, _Counts] = {}
+        self._one = torch.ones(1, device=device)
 
     def register(self, new: Register, tokens: npt.NDArray[np.int32]) -> None:
         """A slot begins a life with these tokens, `new.num_prompt` of them the prompt."""
@@ -75,7 +131,7 @@ class Sampler:
         self._edits[slot] = penalised or bool(spec.logit_bias) or spec.min_tokens > 0
         self._counts.pop(slot, None)
         if penalised:
-            ids = torch.from_numpy(tokens.astype(np.int64)).to(self.device)
+            ids = upload(tokens.astype(np.int64), self.device)
             prompt = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
             prompt[ids[: new.num_prompt]] = True
             output = torch.zeros(self.vocab_size, device=self.device)
@@ -84,29 +140,42 @@ class Sampler:
             self._counts[slot] = _Counts(prompt, output)
 
     def sample(
-        self, logits_RV: torch.Tensor, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
-    ) -> tuple[torch.Tensor, dict[int, TokenLogprobs]]:
-        """Tokens [R] int64 for rows of `slots`, to stand at `positions`; log-probabilities by row where asked for."""
-        raw = logits_RV.float()
-        if not bool(raw.sum().isfinite()):
-            raise Fault("the model computed a NaN or an infinity: its weights or its dtype do not hold")
-        logits = raw
-        edited = np.flatnonzero(self._edits[slots])
-        if len(edited):
-            logits = raw.clone()
-            for row in edited.tolist():
-                self._edit(logits[row], int(slots[row]), int(positions[row]))
-        tokens = self._choose(logits, slots, positions)
+        self,
+        logits_RV: torch.Tensor,
+        slots: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        greedy: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> Sampled:
+        """Tokens for rows of `slots`, to stand at `positions`. Nothing here waits for the device.
+
+        greedy: the rows' best tokens and whether their logits are finite, where that is known already.
+        """
+        edits = bool(self._edits[slots].any())
+        drawn = bool((self._temperature[slots] > 0).any())
+        if greedy is None or edits:
+            tokens, finite = argmax(logits_RV)
+        else:
+            tokens, finite = greedy
+        if edits or drawn:
+            logits = logits_RV
+            if edits:
+                logits = logits_RV.float().clone()
+                for row in np.flatnonzero(self._edits[slots]).tolist():
+                    self._edit(logits[row], int(slots[row]), int(positions[row]))
+                tokens, _ = argmax(logits)
+            if drawn:
+                tokens = self._draw(logits, tokens, slots, positions)
         if self._counts:
             for row, slot in enumerate(slots.tolist()):
                 if slot in self._counts:
-                    self._counts[slot].output[tokens[row]] += 1
+                    self._counts[slot].output.index_add_(0, tokens[row : row + 1], self._one)
         wanted = np.flatnonzero(self._logprobs[slots] >= 0)
         if not len(wanted):
-            return tokens, {}
-        chosen = torch.from_numpy(wanted).to(self.device)
-        entries = token_logprobs(raw[chosen], tokens[chosen], [int(n) for n in self._logprobs[slots[wanted]]])
-        return tokens, dict(zip(wanted.tolist(), entries, strict=True))
+            return Sampled(tokens, download(tokens), download(finite))
+        chosen = upload(wanted, self.device)
+        most = [int(n) for n in self._logprobs[slots[wanted]]]
+        scores = Scores.of(logits_RV.index_select(0, chosen), tokens.index_select(0, chosen), most)
+        return Sampled(tokens, download(tokens), download(finite), wanted.tolist(), scores)
 
     def _edit(self, logits_V: torch.Tensor, slot: int, position: int) -> None:
         """Penalties, biases and the ban on early ends, in place."""
@@ -121,29 +190,38 @@ class Sampler:
             logits_V -= spec.frequency_penalty * counts.output
             logits_V -= spec.presence_penalty * (counts.output > 0)
         if spec.logit_bias:
-            ids = torch.tensor(list(spec.logit_bias), device=self.device)
-            logits_V[ids] += torch.tensor(list(spec.logit_bias.values()), device=self.device)
+            ids = upload(np.array(list(spec.logit_bias)), self.device)
+            logits_V[ids] += upload(np.array(list(spec.logit_bias.values()), dtype=np.float32), self.device)
         if position - self._num_prompt[slot] < spec.min_tokens and spec.stop_token_ids:
-            logits_V[torch.tensor(spec.stop_token_ids, device=self.device)] = float("-inf")
+            logits_V[upload(np.array(spec.stop_token_ids), self.device)] = float("-inf")
 
-    def _choose(
-        self, logits_RV: torch.Tensor, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+    def _draw(
+        self,
+        logits_RV: torch.Tensor,
+        best_R: torch.Tensor,
+        slots: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
     ) -> torch.Tensor:
-        tokens = logits_RV.argmax(-1)
-        drawn = np.flatnonzero(self._temperature[slots] > 0)
-        if len(drawn):
-            rows = slots[drawn]
-            scale = torch.from_numpy(self._temperature[rows]).to(self.device).unsqueeze(-1)
-            picked = logits_RV if len(drawn) == len(slots) else logits_RV[torch.from_numpy(drawn).to(self.device)]
-            noise = torch.from_numpy(uniform(self._seed[rows], positions[drawn])).to(self.device)
-            # From the best token down: a tiny temperature must not overflow.
-            probs = truncate(
-                ((picked - picked.amax(-1, keepdim=True)) / scale).softmax(-1),
-                torch.from_numpy(self._top_k[rows]).to(self.device),
-                torch.from_numpy(self._top_p[rows]).to(self.device),
-                torch.from_numpy(self._min_p[rows]).to(self.device),
-            )
-            tokens[torch.from_numpy(drawn).to(self.device)] = draw(probs, noise)
+        """`best_R`, replaced by a draw in rows with a temperature."""
+        temperature, noise = self._temperature[slots], uniform(self._seed[slots], positions)
+        if logits_RV.is_cuda:
+            floats = np.stack((temperature, self._top_p[slots], self._min_p[slots]))
+            heat, top_p, min_p = upload(floats, self.device)
+            top_k = upload(self._top_k[slots].astype(np.int32), self.device)
+            return sampling.sample(logits_RV, heat, top_k, top_p, min_p, upload(noise, self.device))[0]
+        drawn = np.flatnonzero(temperature > 0)
+        rows = slots[drawn]
+        picked = (logits_RV if len(drawn) == len(slots) else logits_RV[torch.from_numpy(drawn)]).float()
+        scale = torch.from_numpy(self._temperature[rows]).unsqueeze(-1)
+        # From the best token down: a tiny temperature must not overflow.
+        probs = truncate(
+            ((picked - picked.amax(-1, keepdim=True)) / scale).softmax(-1),
+            torch.from_numpy(self._top_k[rows]),
+            torch.from_numpy(self._top_p[rows]),
+            torch.from_numpy(self._min_p[rows]),
+        )
+        tokens = best_R.clone()
+        tokens[torch.from_numpy(drawn)] = draw(probs, torch.from_numpy(noise[drawn]))
         return tokens
 
 
@@ -190,12 +268,7 @@ def draw(probs_RV: torch.Tensor, noise_R: torch.Tensor) -> torch.Tensor:
 
 def token_logprobs(logits_RV: torch.Tensor, tokens_R: torch.Tensor, num_top: Sequence[int]) -> list[TokenLogprobs]:
     """Log-probabilities of the model's own distribution, whatever the sampling parameters did to it."""
-    logprobs = logits_RV.float().log_softmax(-1)
-    own = logprobs.gather(-1, tokens_R.unsqueeze(-1)).squeeze(-1).tolist()
-    tokens = tokens_R.tolist()
-    most = max(num_top)
-    if not most:
-        return [TokenLogprobs(token, value) for token, value in zip(tokens, own, strict=True)]
-    top = logprobs.topk(most, dim=-1)
-    best, ids = top.values.tolist(), top.indices.tolist()
-    return [TokenLogprobs(tokens[r], own[r], ids[r][: num_top[r]], best[r][: num_top[r]]) for r in range(len(tokens))]
+    scores = Scores.of(logits_RV, tokens_R, num_top)
+    if logits_RV.is_cuda:
+        torch.cuda.current_stream().synchronize()
+    return scores.entries()

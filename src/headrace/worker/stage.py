@@ -16,11 +16,13 @@ from headrace.layers.decoder import Decoder
 from headrace.mesh import Mesh, build_mesh
 from headrace.models.registry import build_model, rules_of
 from headrace.spec import ModelSpec
+from headrace.supervise.devices import gpu_of
 from headrace.weights.checkpoint import Checkpoint, load
+from headrace.weights.fill import fill_random
 from headrace.weights.rules import bind
 from headrace.weights.source import read_spec, resolve
 from headrace.worker.cache import page_bytes
-from headrace.worker.comm import Comm, connect
+from headrace.worker.comm import Comm, Devices, connect
 
 KV_SHARE, KV_MOST = 0.25, 4 << 30
 """On a CPU the KV cache gets a quarter of the memory that is free, shared by the host's ranks, and 4 GiB at most."""
@@ -30,6 +32,7 @@ KV_SHARE, KV_MOST = 0.25, 4 << 30
 class Stage:
     """A rank that is ready for its KV cache."""
 
+    config: EngineConfig
     spec: ModelSpec
     mesh: Mesh
     rank: int
@@ -37,9 +40,10 @@ class Stage:
     model: Decoder
     dtype: torch.dtype
     device: torch.device
+    counter: torch.Tensor | None
+    """Steps so far, where routing is drawn."""
     weight_bytes: int
     page_bytes: int
-    kv_memory: int
     load_s: float
 
     @property
@@ -54,10 +58,14 @@ def bring_up(config: EngineConfig, rank: int, store: str, progress: Callable[[in
     source = resolve(config.model.model, say=lambda _: None)
     spec = read_spec(source)
     mesh = build_mesh(config.layout, spec)
-    device = torch.device("cpu" if config.model.device == "cpu" else f"cuda:{rank % max(1, torch.cuda.device_count())}")
+    device = _device(config, mesh, rank)
     dtype = getattr(torch, config.model.dtype)
-    comm = connect(mesh, rank, store, config.run.timeout_s, max_in_flight=mesh.pp)
+    assert config.schedule.run_ahead is not None
+    devices = None if device.type == "cpu" else _devices(config, mesh, spec, dtype)
+    comm = connect(mesh, rank, store, config.run.timeout_s, mesh.pp + config.schedule.run_ahead, devices)
     started = time.monotonic()
+    drawn = config.model.routing == "uniform"
+    counter = torch.zeros(1, dtype=torch.int64, device=device) if drawn else None
     build = Build(
         spec=spec,
         layers=mesh.layers_of(mesh.stage_of(rank)),
@@ -69,14 +77,20 @@ def bring_up(config: EngineConfig, rank: int, store: str, progress: Callable[[in
         tensor=comm.tensor,
         expert=comm.expert,
         expert_slice=comm.expert_slice,
+        routing_counter=counter,
+        side=torch.cuda.Stream(device) if device.type == "cuda" else None,
     )
     model = build_model(build)
-    checkpoint = Checkpoint(source, spec)
-    load(checkpoint, bind(model, rules_of(spec), spec, checkpoint.tensors), progress)
+    if config.model.weights == "random":
+        fill_random(model, rules_of(spec), spec, config.model.seed, progress)
+    else:
+        checkpoint = Checkpoint(source, spec)
+        load(checkpoint, bind(model, rules_of(spec), spec, checkpoint.tensors), progress)
     loaded_bytes = weight_bytes(model)
     model.finalise()
     stage = mesh.stage_of(rank)
     return Stage(
+        config=config,
         spec=spec,
         mesh=mesh,
         rank=rank,
@@ -84,9 +98,9 @@ def bring_up(config: EngineConfig, rank: int, store: str, progress: Callable[[in
         model=model,
         dtype=dtype,
         device=device,
+        counter=counter,
         weight_bytes=loaded_bytes + (model.head.copied_bytes if model.head is not None else 0),
         page_bytes=page_bytes(spec, mesh, stage, config.schedule.page_size, config.model.dtype),
-        kv_memory=config.schedule.kv_memory or _free_memory(mesh.num_ranks),
         load_s=time.monotonic() - started,
     )
 
@@ -97,5 +111,29 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(seen.values())
 
 
-def _free_memory(num_ranks: int) -> int:
+def free_host_memory(num_ranks: int) -> int:
+    """Bytes of KV cache that one of the host's ranks takes by itself."""
     return min(KV_MOST, int(psutil.virtual_memory().available * KV_SHARE)) // num_ranks
+
+
+def _devices(config: EngineConfig, mesh: Mesh, spec: ModelSpec, dtype: torch.dtype) -> Devices:
+    count = torch.cuda.device_count()
+    assert config.schedule.chunk is not None
+    return Devices(
+        [torch.device("cuda", gpu_of(mesh, rank, count)) for rank in range(mesh.num_ranks)],
+        hidden_bytes=config.schedule.chunk * spec.hidden * dtype.itemsize,
+        token_bytes=config.schedule.max_running * torch.int64.itemsize,
+        copies=config.run.edges == "auto",
+    )
+
+
+def _device(config: EngineConfig, mesh: Mesh, rank: int) -> torch.device:
+    if config.model.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", gpu_of(mesh, rank, torch.cuda.device_count()))
+    torch.cuda.set_device(device)
+    torch.zeros(1, device=device)  # makes the context, which the driver's own interface needs
+    # Sums in full precision: the references and every layout must agree.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    return device

@@ -1,0 +1,100 @@
+"""What cannot be beaten: bytes that a decode step must read, and operations that a prompt must do, from the spec alone.
+
+Each byte of weights is read once a step and stage, experts as uniform routing touches them; KV and activations are left
+out. Nothing is charged for links.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from headrace.mesh import Mesh
+from headrace.spec import DTYPE_BYTES, MlaSpec, ModelSpec, MoeSpec
+
+NUM_DRAWS = 64
+"""Random routings from which the fullest rank's expected experts are taken."""
+
+
+def decode_floor(spec: ModelSpec, mesh: Mesh, requests: int, bytes_per_s: float) -> float:
+    """Most tokens a second at so many requests: microbatches of equal size, one a stage."""
+    count = min(mesh.pp, requests)
+    sizes = [requests // count + (i < requests % count) for i in range(count)]
+    stages = range(mesh.pp)
+    times = {size: [stage_bytes(spec, mesh, stage, size) / bytes_per_s for stage in stages] for size in set(sizes)}
+    dearest_stage = max(sum(times[size][stage] for size in sizes) for stage in stages)
+    longest_trip = max(sum(times[size]) for size in sizes)
+    return requests / max(dearest_stage, longest_trip)
+
+
+def best_decode_floor(spec: ModelSpec, mesh: Mesh, requests: int, bytes_per_s: float) -> tuple[float, tuple[int, ...]]:
+    """The same for the split that reaches most, with that split."""
+    best = (0.0, mesh.split)
+    for cuts in itertools.combinations(range(1, spec.num_layers), mesh.pp - 1):
+        ends = (0, *cuts, spec.num_layers)
+        split = tuple(b - a for a, b in itertools.pairwise(ends))
+        other = Mesh(pp=mesh.pp, tp=mesh.tp, ep=mesh.ep, split=split)
+        best = max(best, (decode_floor(spec, other, requests, bytes_per_s), split))
+    return best
+
+
+def stage_bytes(spec: ModelSpec, mesh: Mesh, stage: int, tokens: int) -> float:
+    """Weight bytes that the fullest rank of a stage reads for one microbatch."""
+    total = sum(_layer_bytes(spec, mesh, layer, tokens) for layer in mesh.layers_of(stage))
+    return total + (spec.head_bytes / mesh.tp if stage == mesh.pp - 1 else 0.0)
+
+
+def _layer_bytes(spec: ModelSpec, mesh: Mesh, layer: int, tokens: int) -> float:
+    attention, mlp, size = spec.layers[layer].attention, spec.layers[layer].mlp, DTYPE_BYTES[spec.dtype]
+    replicated = 0.0
+    if isinstance(attention, MlaSpec):
+        replicated += spec.hidden * (attention.kv_lora_rank + attention.rope_dim + (attention.q_lora_rank or 0)) * size
+    if not isinstance(mlp, MoeSpec):
+        return replicated + (spec.layer_bytes(layer) - replicated) / mesh.tp
+    replicated += spec.hidden * mlp.num_experts * size
+    # One token's decode leaves out the share of experts that it does not choose.
+    unread = spec.layer_bytes(layer) - spec.layer_read_bytes(layer)
+    routed = unread / (1 - mlp.top_k / mlp.num_experts)
+    rest = spec.layer_bytes(layer) - routed - replicated
+    touched = distinct_experts(mlp.num_experts, mlp.top_k, tokens, mesh.ep)
+    slices = mesh.tp // mesh.ep
+    return replicated + rest / mesh.tp + routed / mlp.num_experts * touched / slices
+
+
+@lru_cache(maxsize=4096)
+def distinct_experts(num_experts: int, top_k: int, tokens: int, ranks: int) -> float:
+    """Expected distinct experts that so many tokens touch, on the fullest of `ranks` ranks that share them."""
+    if ranks == 1:
+        return num_experts * (1 - (1 - top_k / num_experts) ** tokens)
+    source = np.random.default_rng(0)
+    most = []
+    for _ in range(NUM_DRAWS):
+        chosen = source.random((tokens, num_experts)).argpartition(top_k, axis=1)[:, :top_k]
+        owners = np.unique(chosen) // (num_experts // ranks)
+        most.append(np.bincount(owners, minlength=ranks).max())
+    return float(np.mean(most))
+
+
+def prompt_flops(spec: ModelSpec, length: int) -> float:
+    """Operations of one prompt: products with the parameters a token uses, causal attention, one row of the head."""
+    total = 2.0 * spec.hidden * spec.vocab_size
+    for layer in spec.layers:
+        active = float(spec.layer_params(layer.index))
+        if isinstance(layer.mlp, MoeSpec):
+            unused = layer.mlp.num_experts - layer.mlp.top_k
+            active -= unused * 3 * spec.hidden * layer.mlp.intermediate
+        attention = layer.attention
+        if isinstance(attention, MlaSpec):
+            dims = attention.num_heads * (attention.qk_dim + attention.v_dim)
+        else:
+            dims = attention.num_heads * 2 * attention.head_dim
+        total += 2 * active * length + 2 * dims * length * (length + 1) / 2
+    return total
+
+
+def split_of(text: str) -> Sequence[int] | None:
+    """`6,2` as a split; `auto` is None."""
+    return None if text == "auto" else tuple(int(part) for part in text.split(","))

@@ -1,0 +1,141 @@
+"""The best token of every row of logits, in two launches that never wait for the device.
+
+Shapes: R rows, V vocabulary; logits bf16 or float32. A span is the part of a row that one program reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from headrace.kernels.jit import await_inputs, jit, launch_options, tl, triton
+
+CHUNK = 2048
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """The best of each span of each row, [R, spans] each."""
+
+    value: torch.Tensor
+    """float32"""
+    index: torch.Tensor
+    """int32: its lowest token; 2^31 - 1 where the span holds nothing above -inf."""
+    nans: torch.Tensor
+    """int32: whether the span holds a NaN."""
+
+    @property
+    def parts(self) -> int:
+        """Spans of a row."""
+        return self.value.shape[1]
+
+
+def argmax(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens int64 [R], sound bool [R]): the lowest id of the largest logit.
+
+    A row is sound unless it holds a NaN or +inf, or nothing but -inf (a ban); the host looks when it likes.
+    """
+    if logits_RV.is_cuda:
+        return launch_argmax(logits_RV)
+    return argmax_reference(logits_RV)
+
+
+def argmax_reference(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in PyTorch; NaN counts as -inf."""
+    sound = ~logits_RV.isnan().any(-1) & logits_RV.amax(-1).isfinite()
+    logits = logits_RV.masked_fill(logits_RV.isnan(), float("-inf"))
+    is_best = logits == logits.amax(-1, keepdim=True)
+    return is_best.int().argmax(-1), sound
+
+
+@jit
+def _peak_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, value_ptr, index_ptr, nan_ptr, stride, V, SPAN: tl.constexpr, CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """The best of one span of a row, its lowest id, and whether the span holds a NaN."""
+    await_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    best = tl.full([CHUNK], float("-inf"), tl.float32)
+    where = tl.zeros([CHUNK], tl.int32)
+    nans = tl.zeros([CHUNK], tl.int32)
+    for first in range(0, SPAN, CHUNK):
+        token = part * SPAN + first + tl.arange(0, CHUNK)
+        x = tl.load(logits_ptr + row * stride + token, mask=token < V, other=float("-inf")).to(tl.float32)
+        nans |= (x != x).to(tl.int32)
+        where = tl.where(x > best, token, where)  # a NaN is not greater than anything
+        best = tl.where(x > best, x, best)
+    peak = tl.max(best, 0)
+    out = row * tl.num_programs(1) + part
+    tl.store(value_ptr + out, peak)
+    tl.store(index_ptr + out, tl.min(tl.where((best == peak) & (best > float("-inf")), where, 0x7FFFFFFF), 0))
+    tl.store(nan_ptr + out, tl.max(nans, 0))
+
+
+@jit
+def best_of_row(  # type: ignore[no-untyped-def]
+    value_ptr, index_ptr, nan_ptr, row, parts, PARTS: tl.constexpr,
+):  # fmt: skip
+    """(best logit, its lowest id, whether the row is sound) from the row's spans."""
+    part = tl.arange(0, PARTS)
+    real = part < parts
+    value = tl.load(value_ptr + row * parts + part, mask=real, other=float("-inf"))
+    index = tl.load(index_ptr + row * parts + part, mask=real, other=0x7FFFFFFF)
+    nans = tl.max(tl.load(nan_ptr + row * parts + part, mask=real, other=0), 0)
+    peak = tl.max(value, 0)
+    token = tl.min(tl.where(value == peak, index, 0x7FFFFFFF), 0)
+    token = tl.where(token == 0x7FFFFFFF, 0, token)
+    sound = (nans == 0) & (peak > float("-inf")) & (peak < float("inf"))
+    return peak, token, sound
+
+
+@jit
+def _best_kernel(  # type: ignore[no-untyped-def]
+    value_ptr, index_ptr, nan_ptr, token_ptr, sound_ptr, parts, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    await_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    _, token, sound = best_of_row(value_ptr, index_ptr, nan_ptr, row, parts, PARTS)
+    tl.store(token_ptr + row, token.to(tl.int64))
+    tl.store(sound_ptr + row, sound)
+
+
+def find_peaks(logits_RV: torch.Tensor, chunk: int) -> Peaks:
+    """The best of every span of every row; enough spans to fill a device when rows are few."""
+    rows, vocab = logits_RV.shape
+    assert logits_RV.dtype in (torch.bfloat16, torch.float32) and logits_RV.stride(1) == 1, logits_RV.dtype
+    assert rows and vocab < 2**30
+    chunks = triton.cdiv(vocab, chunk)
+    span = chunk * max(1, chunks * rows // 2048)
+    parts = triton.cdiv(vocab, span)
+    device = logits_RV.device
+    value = torch.empty(rows, parts, dtype=torch.float32, device=device)
+    index, nans = (torch.empty(rows, parts, dtype=torch.int32, device=device) for _ in range(2))
+    _peak_kernel[(rows, parts)](
+        logits_RV, value, index, nans, logits_RV.stride(0), vocab, SPAN=span, CHUNK=chunk, num_warps=4,
+        **launch_options(device),
+    )  # fmt: skip
+    return Peaks(value, index, nans)
+
+
+def launch_argmax(logits_RV: torch.Tensor, chunk: int = CHUNK) -> tuple[torch.Tensor, torch.Tensor]:
+    """The Triton kernels, two launches."""
+    rows = logits_RV.shape[0]
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
+    sound = torch.empty(rows, dtype=torch.bool, device=logits_RV.device)
+    if rows:
+        peaks = find_peaks(logits_RV, chunk)
+        _best_kernel[(rows,)](
+            peaks.value,
+            peaks.index,
+            peaks.nans,
+            tokens,
+            sound,
+            peaks.parts,
+            PARTS=triton.next_power_of_2(peaks.parts),
+            num_warps=1,
+            **launch_options(tokens.device),
+        )
+    return tokens, sound

@@ -1,0 +1,151 @@
+"""Edges by copy: the sender writes into the receiver's memory, and no multiprocessor waits for anything.
+
+The receiver owns a ring of buffers and a counter, both mapped into the sender's process. A send is a copy into the next
+buffer and then a write to the counter; a receive is a wait of the stream for that write, which the device's front end
+does. A posted NCCL receive is a kernel: it holds a multiprocessor until its peer sends.
+
+Nothing says when a buffer is free, because the engine's window does: a ring has more buffers than there are plans in
+flight, and what comes over this edge for one plan has been used before the plan a whole ring later is issued.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from headrace.errors import Fault
+
+ALIGN = 512
+COUNTER_BYTES = 512
+
+
+def can_copy(device: torch.device, peer: torch.device) -> bool:
+    """Whether one GPU of this host can write to the other's memory, and nobody has forbidden it."""
+    if os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0"):
+        return False
+    assert device.index is not None and peer.index is not None
+    return device.index != peer.index and torch.cuda.can_device_access_peer(device, peer)
+
+
+class _Memory:
+    """Device memory as PyTorch and NumPy see foreign memory."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+class CopyReceive:
+    """What a plan's receive will find in its buffer."""
+
+    def __init__(self, edge: CopyInlet, count: int, tensor: torch.Tensor) -> None:
+        self._edge, self._count, self._tensor = edge, count, tensor
+        self._passed: torch.cuda.Event | None = None
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, valid for what the current stream does from here on."""
+        self._edge.wait_for(self._count)
+        self._passed = torch.cuda.Event()
+        self._passed.record()
+        return self._tensor
+
+    def is_done(self) -> bool:
+        """Whether the stream that waited has found it."""
+        return self._passed is not None and self._passed.query()
+
+
+class CopyInlet:
+    """The receiving end."""
+
+    posts_ahead = True
+
+    def __init__(
+        self, store: dist.Store, key: str, name: str, num_bytes: int, depth: int, device: torch.device
+    ) -> None:
+        from cuda.bindings import driver
+
+        self.name = name
+        self._driver, self._depth, self._device = driver, depth, device
+        self._slot_bytes = -(-num_bytes // ALIGN) * ALIGN
+        total = COUNTER_BYTES + depth * self._slot_bytes
+        # Not from PyTorch's pool: what is mapped elsewhere must be an allocation of its own.
+        self._address = int(_check(driver.cuMemAlloc(total)))
+        self._memory = torch.as_tensor(_Memory(self._address, total), device=device)
+        self._memory[:COUNTER_BYTES].zero_()
+        torch.cuda.synchronize(device)
+        handle = _check(driver.cuIpcGetMemHandle(self._address))
+        store.set(key, bytes(handle.reserved).hex())
+        self._count = 0
+
+    def send(self, plan_id: int, tensor: torch.Tensor) -> None:
+        """Not from this end."""
+        raise AssertionError(f"{self.name}: sent to by its receiver")
+
+    def receive(self, plan_id: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> CopyReceive:
+        """Say what the next buffer holds."""
+        start = COUNTER_BYTES + self._count % self._depth * self._slot_bytes
+        num_bytes = dtype.itemsize
+        for size in shape:
+            num_bytes *= size
+        assert num_bytes <= self._slot_bytes, f"{self.name}: {num_bytes} bytes in a buffer of {self._slot_bytes}"
+        self._count += 1
+        tensor = self._memory[start : start + num_bytes].view(dtype).view(*shape)
+        return CopyReceive(self, self._count, tensor)
+
+    def wait_for(self, count: int) -> None:
+        """Hold the current stream until so many tensors have come."""
+        stream = torch.cuda.current_stream().cuda_stream
+        at_least = self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ.value
+        _check(self._driver.cuStreamWaitValue32(stream, self._address, count, at_least))
+
+
+class CopyOutlet:
+    """The sending end."""
+
+    posts_ahead = True
+
+    def __init__(
+        self, store: dist.Store, key: str, name: str, num_bytes: int, depth: int, device: torch.device
+    ) -> None:
+        from cuda.bindings import driver
+
+        self.name = name
+        self._driver, self._depth = driver, depth
+        self._slot_bytes = -(-num_bytes // ALIGN) * ALIGN
+        handle = driver.CUipcMemHandle()
+        handle.reserved = bytes.fromhex(store.get(key).decode())
+        flag = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        self._address = int(_check(driver.cuIpcOpenMemHandle(handle, flag.value)))
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._count = 0
+
+    def send(self, plan_id: int, tensor: torch.Tensor) -> None:
+        """Send what the current stream has made of the tensor by now."""
+        driver, stream = self._driver, self._stream
+        assert tensor.is_contiguous() and tensor.nbytes <= self._slot_bytes, f"{self.name}: {tuple(tensor.shape)}"
+        target = self._address + COUNTER_BYTES + self._count % self._depth * self._slot_bytes
+        self._count += 1
+        stream.wait_stream(torch.cuda.current_stream())
+        if tensor.nbytes:
+            _check(driver.cuMemcpyAsync(target, tensor.data_ptr(), tensor.nbytes, stream.cuda_stream))
+        _check(driver.cuStreamWriteValue32(stream.cuda_stream, self._address, self._count, 0))
+        tensor.record_stream(stream)
+
+    def receive(self, plan_id: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> CopyReceive:
+        """Not from this end."""
+        raise AssertionError(f"{self.name}: received from by its sender")
+
+
+def _check(answer: tuple[Any, ...]) -> Any:
+    status, *values = answer
+    if int(status):
+        raise Fault(f"an edge by copy: {getattr(status, 'name', status)}")
+    return values[0] if values else None

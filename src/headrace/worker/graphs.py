@@ -1,0 +1,152 @@
+"""Decode steps as CUDA graphs: one a ladder size, captured before ready, replayed for plans of decode rows alone.
+
+A graph holds the whole stage, from the token's lookup to the best token, and nothing that waits for another stage.
+Shapes: B rows of a graph (one token each), D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from headrace.kernels.paged import PagedAttention
+from headrace.kernels.sampling import argmax
+from headrace.layers.batch import Batch
+from headrace.layers.decoder import Decoder
+from headrace.worker.batch import Rows
+from headrace.worker.cache import KVCache
+from headrace.worker.mirror import Mirror
+from headrace.worker.steps import DeviceState, Outcome, Steps
+from headrace.worker.transfer import stage
+
+LADDER = (1, 2, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+
+
+def ladder(most: int) -> tuple[int, ...]:
+    """Sizes to capture for plans of up to `most` rows: the last holds them all, up to the ladder's end."""
+    most = min(most, LADDER[-1])
+    return LADDER[: bisect_left(LADDER, most) + 1]
+
+
+@dataclass(frozen=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    outcome: Outcome
+
+
+class GraphSteps:
+    """Replays what was captured; what does not fit goes to `eager`."""
+
+    def __init__(
+        self,
+        eager: Steps,
+        model: Decoder,
+        mirror: Mirror,
+        cache: KVCache,
+        state: DeviceState,
+        *,
+        sizes: tuple[int, ...],
+        page_size: int,
+        max_len: int,
+        hidden: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        assert state.page_table is not None
+        self._eager, self._model, self._mirror, self._cache, self._state = eager, model, mirror, cache, state
+        self._sizes, self._page_size, self._max_len, self._device = sizes, page_size, max_len, device
+        self.backend = f"{eager.backend}+graphs"
+        most = sizes[-1]
+        # One block, one copy a step: positions and cache slots, then page-table rows and starts.
+        self._inputs = torch.zeros(4, most, dtype=torch.int64, device=device)
+        self._ones = torch.ones(most, dtype=torch.int32, device=device)
+        self._order = torch.arange(most, dtype=torch.int32, device=device)
+        self._hidden = None if model.embedding is not None else torch.zeros(most, hidden, dtype=dtype, device=device)
+        self._graphs: dict[int, _Graph] = {}
+        self.num_bytes = 0
+        """Device memory that the graphs took."""
+
+    def capture(self) -> None:
+        """Make every graph. All ranks of a stage do this at the same time, largest size first."""
+        self._inputs[1].fill_(-1)
+        self._inputs[2].fill_(-1)
+        before = torch.cuda.mem_get_info(self._device)[0]
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(self._device)
+        for size in reversed(self._sizes):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._compute(size)  # loads modules and fills caches, which a capture must not
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                outcome = self._compute(size)
+            self._graphs[size] = _Graph(graph, outcome)
+        torch.cuda.synchronize(self._device)
+        for size in self._sizes:
+            self._graphs[size].graph.replay()
+        torch.cuda.synchronize(self._device)
+        self.num_bytes = max(0, before - torch.cuda.mem_get_info(self._device)[0])
+
+    def run(self, plan_id: int, rows: Rows, hidden: torch.Tensor | None) -> Outcome:
+        """One step."""
+        num = len(rows.slots)
+        if not self._fits(rows):
+            return self._eager.run(plan_id, rows, hidden)
+        size = self._sizes[bisect_left(self._sizes, num)]
+        inputs = np.full((4, size), -1, dtype=np.int64)
+        inputs[0], inputs[3] = 0, 0
+        inputs[0, :num] = inputs[3, :num] = rows.starts
+        inputs[1, :num] = rows.kept_at(self._mirror, self._page_size)
+        inputs[2, :num] = rows.slots
+        self._inputs[:, :size].copy_(stage(torch.from_numpy(inputs)), non_blocking=True)
+        if self._hidden is not None:
+            assert hidden is not None
+            self._hidden[:num].copy_(hidden)
+        one = self._graphs[size]
+        one.graph.replay()
+        out = one.outcome
+        # The next replay writes to these again: what leaves the stage is a copy.
+        if out.logits is None or out.greedy is None or out.finite is None:
+            return Outcome(out.hidden[:num].clone())
+        return Outcome(out.hidden[:num], out.logits[:num], out.greedy[:num].clone(), out.finite[:num].clone())
+
+    def _fits(self, rows: Rows) -> bool:
+        """Whether all rows decode from a sampled token, and all sample: the same answer on every rank."""
+        return (
+            0 < len(rows.slots) <= self._sizes[-1]
+            and rows.num_tokens == len(rows.slots)
+            and bool(rows.samples.all())
+            and bool((rows.starts >= self._mirror.known[rows.slots]).all())
+        )
+
+    def _compute(self, size: int) -> Outcome:
+        positions, slots, row_slots, starts = self._inputs[:, :size].unbind(0)
+        state, model = self._state, self._model
+        assert state.page_table is not None
+        if state.counter is not None:
+            state.counter.add_(1)
+        attention = PagedAttention(
+            row_slots.to(torch.int32),
+            starts.to(torch.int32),
+            self._ones[:size],
+            self._order[:size],
+            page_table=state.page_table,
+            num_decodes=size,
+            max_count=1,
+            max_len=self._max_len,
+        )
+        past_end = state.last_token.shape[0] - 1
+        owners = torch.where(row_slots < 0, past_end, row_slots)
+        tokens = None if self._hidden is not None else state.last_token.index_select(0, owners)
+        x = tokens if self._hidden is None else self._hidden[:size]
+        assert x is not None
+        x_BD = model(x, Batch(0, tokens, positions, slots, attention, self._cache, padded=True))
+        if model.head is None:
+            return Outcome(x_BD)
+        logits = model.logits(x_BD)
+        greedy, finite = argmax(logits)
+        return Outcome(x_BD, logits, greedy, finite)

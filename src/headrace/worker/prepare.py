@@ -1,0 +1,163 @@
+"""From a loaded stage to one that runs plans: the KV cache sized and made, graphs captured, the worst shapes run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from headrace.supervise.devices import ranks_per_gpu
+from headrace.telemetry.trace import Trace
+from headrace.worker.batch import Rows
+from headrace.worker.cache import KVCache
+from headrace.worker.edge import DeviceEdge
+from headrace.worker.graphs import GraphSteps, ladder
+from headrace.worker.mirror import Mirror
+from headrace.worker.runner import Runner
+from headrace.worker.stage import Stage, free_host_memory
+from headrace.worker.steps import EXPAND_MOST, DeviceState, EagerSteps
+
+MARGIN = 0.02
+"""Share of a GPU's memory left alone: fragments, and what the driver and the libraries take later."""
+LOGIT_COPIES = 4
+"""float32 copies of a step's logits that sampling may hold at once."""
+GRAPH_BYTES = 16 << 20
+"""What the driver keeps for one more graph of a stage, beside the memory that all graphs share."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A rank that can run plans."""
+
+    runner: Runner
+    kv_bytes: int
+    graph_bytes: int
+
+
+@dataclass(frozen=True)
+class _Parts:
+    cache: KVCache
+    mirror: Mirror
+    state: DeviceState
+    eager: EagerSteps
+    graphs: GraphSteps | None
+
+
+def kv_memory(stage: Stage) -> int:
+    """Bytes that the KV cache may take on this rank: what was asked for, or what is left after everything else.
+
+    On a GPU everything else is measured: the largest chunk is run, and the largest graph captured, over a cache of one
+    page. All ranks of a stage do this at the same time.
+    """
+    config = stage.config
+    if stage.device.type == "cpu":
+        return config.schedule.kv_memory or free_host_memory(stage.mesh.num_ranks)
+    torch.cuda.empty_cache()
+    _together()
+    before = torch.cuda.memory_allocated(stage.device)
+    torch.cuda.reset_peak_memory_stats(stage.device)
+    longest = config.model.max_len or stage.spec.max_positions
+    parts = _make(stage, 1, longest, ladder(config.schedule.max_running)[-1:])
+    assert config.schedule.chunk is not None
+    count = min(config.schedule.chunk, longest)
+    _run(stage, parts, start=max(0, min(EXPAND_MOST, longest) - count), count=count)
+    working = torch.cuda.max_memory_allocated(stage.device) - before
+    graphs = 0
+    if parts.graphs is not None:
+        parts.graphs.capture()
+        graphs = parts.graphs.num_bytes + GRAPH_BYTES * len(ladder(config.schedule.max_running))
+    del parts
+    torch.cuda.empty_cache()
+    _together()
+    free, total = torch.cuda.mem_get_info(stage.device)
+    if any(isinstance(edge, DeviceEdge) for edge in (stage.comm.previous, stage.comm.next)):
+        # What is sent or received stays in memory for as long as its plan is in the window.
+        assert config.schedule.run_ahead is not None
+        window = stage.mesh.pp + config.schedule.run_ahead
+        working += 2 * window * config.schedule.chunk * stage.spec.hidden * stage.dtype.itemsize
+    logits = 0
+    if stage.model.head is not None:
+        logits = config.schedule.max_running * stage.spec.vocab_size * 4 * LOGIT_COPIES
+    left = (free - int(total * MARGIN)) // ranks_per_gpu() - working - graphs - logits
+    return config.schedule.kv_memory or max(0, left)
+
+
+def _together() -> None:
+    """Wait for all ranks: two that share a GPU must not measure each other's work."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def prepare(stage: Stage, num_pages: int, max_len: int) -> Prepared:
+    """Make the KV cache and everything that runs on it; on a GPU run the longest context and every graph once."""
+    config, mesh = stage.config, stage.mesh
+    parts = _make(stage, num_pages, max_len, ladder(config.schedule.max_running))
+    if stage.device.type == "cuda":
+        _run(stage, parts, start=max_len - 1, count=1)
+        if parts.graphs is not None:
+            parts.graphs.capture()
+    assert config.schedule.run_ahead is not None
+    runner = Runner(
+        spec=stage.spec,
+        mesh=mesh,
+        rank=stage.rank,
+        model=stage.model,
+        comm=stage.comm,
+        mirror=parts.mirror,
+        state=parts.state,
+        steps=parts.graphs or parts.eager,
+        max_running=config.schedule.max_running,
+        window=mesh.pp + config.schedule.run_ahead,
+        dtype=stage.dtype,
+        device=stage.device,
+        timeout_s=config.run.timeout_s,
+        trace=Trace(Path(config.run.trace), stage.rank, stage.index) if config.run.trace else None,
+    )
+    return Prepared(runner, parts.cache.num_bytes, parts.graphs.num_bytes if parts.graphs is not None else 0)
+
+
+def _make(stage: Stage, num_pages: int, max_len: int, sizes: tuple[int, ...]) -> _Parts:
+    config, mesh, device = stage.config, stage.mesh, stage.device
+    schedule = config.schedule
+    cache = KVCache(
+        stage.spec, mesh.layers_of(stage.index), num_pages, schedule.page_size, mesh.tp, stage.dtype, device
+    )
+    max_pages = -(-max_len // schedule.page_size)
+    mirror = Mirror(schedule.max_running, max_pages)
+    paged = config.model.attention == "triton"
+    state = DeviceState.make(schedule.max_running, max_pages, device, paged=paged, counter=stage.counter)
+    eager = EagerSteps(stage.model, mirror, cache, state, schedule.page_size, max_len, device)
+    graphs = None
+    # In float32 experts are multiplied by the reference, which reads the routing on the host.
+    if paged and config.model.graphs and stage.dtype == torch.bfloat16:
+        graphs = GraphSteps(
+            eager,
+            stage.model,
+            mirror,
+            cache,
+            state,
+            sizes=sizes,
+            page_size=schedule.page_size,
+            max_len=max_len,
+            hidden=stage.spec.hidden,
+            dtype=stage.dtype,
+            device=device,
+        )
+    return _Parts(cache, mirror, state, eager, graphs)
+
+
+@torch.inference_mode()
+def _run(stage: Stage, parts: _Parts, *, start: int, count: int) -> None:
+    """One row of slot 0, whose page table is all page 0: what it computes means nothing, and is overwritten."""
+    row = np.array([[0, start, count, 1]], dtype=np.int32)
+    mirror = parts.mirror
+    mirror.tokens[0], mirror.known[0] = np.zeros(start + count, dtype=np.int32), start + count
+    hidden = None
+    if stage.model.embedding is None:
+        hidden = torch.randn(count, stage.spec.hidden, dtype=stage.dtype, device=stage.device)
+    parts.eager.run(-1, Rows.of(row), hidden)
+    torch.cuda.synchronize(stage.device)
+    mirror.tokens[0], mirror.known[0] = None, 0

@@ -127,8 +127,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan(const int* ids, int p
                                                            int* rows, int* block_expert, int* block_first,
                                                            int* block_count, int* num_blocks) {
     wait_for_inputs();
-    let_next_start();
     plan_pairs(ids, pairs, start, experts, block, Plan{rows, block_expert, block_first, block_count, num_blocks});
+    // Not before: the products that come next fill every multiprocessor and can do nothing without this plan, while the
+    // shared experts, on a stream beside this one, could.
+    let_next_start();
 }
 
 #ifdef TOP_K

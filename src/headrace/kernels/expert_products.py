@@ -35,14 +35,19 @@ def plain_weights(weight_XOI: torch.Tensor) -> ExpertWeights | None:
     return Stored(weight_XOI) if weight_XOI.is_cuda and weight_XOI.dtype == torch.bfloat16 else None
 
 
-def int4_weights(packed_XOW: torch.Tensor, scale_XOG: torch.Tensor, dtype: torch.dtype) -> ExpertWeights | None:
-    """INT4 weights for activations of `dtype` on a GPU, repacked in their own memory where the shape allows."""
+def int4_weights(
+    packed_XOW: torch.Tensor, scale_XOG: torch.Tensor, dtype: torch.dtype, reserve: int = 0
+) -> ExpertWeights | None:
+    """INT4 weights for activations of `dtype` on a GPU, repacked in their own memory where the shape allows.
+
+    reserve: see `Fragments`.
+    """
     if not packed_XOW.is_cuda or dtype != torch.bfloat16:
         return None
     rows, columns = packed_XOW.shape[1], packed_XOW.shape[2] * 8
     if columns // scale_XOG.shape[2] != int4_experts.GROUP or not int4_experts.fits(rows, columns, 2):
         return Stored(packed_XOW, scale_XOG)
-    return Fragments(*int4_experts.repack(packed_XOW, scale_XOG))
+    return Fragments(*int4_experts.repack(packed_XOW, scale_XOG), reserve)
 
 
 def block_size(pairs_each: float, gate_up: ExpertWeights, down: ExpertWeights) -> int:

@@ -68,6 +68,9 @@ class Fragments:
     """int32 [X, N/16, K/64, 32, 4]."""
     scales: torch.Tensor
     """bf16 [X, N/16, K/64, 8, 2, 2]."""
+    reserve: int = 0
+    """Multiprocessors that something else may hold while a product runs, a receive that waits for its peer, say: of a
+    grid that counts on all of them some blocks would start when the others have ended."""
 
     @property
     def rows(self) -> int:
@@ -173,16 +176,14 @@ class Tile:
 
 
 # (gated, pairs at most, steps of 64 columns at least) → tile: the first that holds. Measured on one H200 at 1 to 128
-# tokens of 8 choices, K2's shapes whole and halved. Persistent forms (waves) are up to 4% faster where K is 2048, but
-# one that finds a multiprocessor taken, by a receive that waits for its peer, would take twice as long.
+# tokens of 8 choices, K2's shapes whole and halved.
 _TILES: tuple[tuple[bool, int, int, Tile], ...] = (
-    (True, 16, 16, Tile()),
+    (True, 16, 16, Tile(waves=1)),
     (True, 768, 16, Tile(ks=2, minb=8)),
-    (True, 1 << 30, 64, Tile()),
+    (True, 1 << 30, 64, Tile(ks=2, wr=1, rb=2, minb=10, waves=1)),
     (True, 1 << 30, 16, Tile(ks=2, minb=8)),
     (True, 1 << 30, 0, Tile(ks=1, wr=4, pf=2)),
-    (False, 512, 32, Tile(ks=2, minb=8)),
-    (False, 1 << 30, 32, Tile(ks=2, wr=4)),
+    (False, 32, 32, Tile(ks=2, minb=8, waves=1)),
     (False, 1 << 30, 16, Tile(ks=1, wr=4, minb=8, waves=1)),
     (False, 1 << 30, 0, Tile(ks=1, wr=4, pf=2)),
 )
@@ -263,7 +264,7 @@ def product_cuda(
     assert out_PO.shape == (pairs, width) and out_PO.dtype == x_RK.dtype and out_PO.is_contiguous()
     grid = tile.items(gated, stack.rows, plan.block_expert.shape[0])
     if tile.waves:
-        grid = min(grid, _multiprocessors(x_RK.device) * tile.minb * tile.waves)
+        grid = min(grid, (_multiprocessors(x_RK.device) - stack.reserve) * tile.minb * tile.waves)
     steps = columns // COLUMNS
     args = (x_RK, stack.words, stack.scales, out_PO, plan.rows, plan.block_expert, plan.block_first, plan.block_count)
     launch = _compiled(tile, gated, steps, x_RK.device.index)

@@ -36,6 +36,8 @@ class Build:
     """[1] int64, steps so far: experts are drawn afresh for each; None: the router chooses."""
     side: torch.cuda.Stream | None = None
     """A GPU's second stream, for what can run beside the rest of a layer."""
+    reserve: int = 0
+    """A GPU's multiprocessors that something else may hold at any time."""
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
         """A parameter to be filled by the loader."""

@@ -101,7 +101,7 @@ class ExpertStack(nn.Module):
         self.experts, self.parts, self.shape, self.rows, self.columns = experts, parts, shape, rows, columns
         self.int4 = int4
         self.num_experts = num_experts
-        self._dtype = build.dtype
+        self._dtype, self._reserve = build.dtype, build.reserve
         self.weights: ExpertWeights | None = None
         """In the form that the device's kernels read; None: the reference multiplies them as they are stored."""
         held, out, width = len(experts), len(parts) * len(rows), len(columns)
@@ -139,7 +139,7 @@ class ExpertStack(nn.Module):
         if self.int4 is None:
             self.weights = plain_weights(self.weight.data)
         else:
-            self.weights = int4_weights(self.packed.data, self.scale.data, self._dtype)
+            self.weights = int4_weights(self.packed.data, self.scale.data, self._dtype, self._reserve)
 
     def matrix(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
         """A local expert's [out, in], where the reference multiplies."""

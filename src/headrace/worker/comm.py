@@ -41,6 +41,11 @@ class Comm:
     feedback_out: Edge | None = None
     """Sampled tokens, on ranks of the last stage."""
 
+    @property
+    def held_multiprocessors(self) -> int:
+        """What receives that are kernels take of the device while they wait."""
+        return sum(1 for edge in (self.previous, self.feedback_in) if isinstance(edge, DeviceEdge))
+
 
 @dataclass(frozen=True)
 class Devices:

@@ -259,7 +259,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     float lane_bias[PER_LANE];  // a weight, so that it may be fetched before the wait
     load_lane(SOFTMAX ? nullptr : bias, threadIdx.x % 32, 0.0f, lane_bias);
     wait_for_inputs();
-    let_next_start();
     if (token < tokens)
         route(logits + (long long)token * EXPERTS, lane_bias, pads, counter, layer, scale, token, threadIdx.x % 32,
               weights, ids);
@@ -275,5 +274,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     plan_pairs(ids, tokens * TOP_K, start, experts, block,
                Plan{rows, block_expert, block_first, block_count, num_blocks});
+    let_next_start();
 }
 #endif

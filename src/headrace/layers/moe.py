@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from headrace.kernels.combine import combine
-from headrace.kernels.dispatch import plan_experts
+from headrace.kernels.dispatch import ExpertPlan, plan_experts, route_and_plan
 from headrace.kernels.expert_products import (
     ExpertWeights,
     block_size,
@@ -62,13 +62,12 @@ class Router(nn.Module):
 
     def forward(self, x_TD: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """(weights [T, k] float32, expert ids [T, k]; -1 for a pad)."""
-        moe, pads = self.moe, batch.slots if batch.padded else None
+        moe = self.moe
+        logits, pads = self.scores(x_TD), batch.slots if batch.padded else None
         if moe.scoring == "softmax":
-            # On a CPU in the model's type, as transformers has it: a wider copy of the weight a step would cost more.
-            logits = product_float(x_TD, self.weight) if x_TD.is_cuda else linear(x_TD, self.weight).float()
             return route_softmax(logits, moe.top_k, normalise=moe.normalise, pads=pads, uniform=self.uniform)
         return route_sigmoid(
-            product_float(x_TD, self.weight),
+            logits,
             self.bias,
             moe.top_k,
             num_groups=moe.num_groups,
@@ -78,6 +77,34 @@ class Router(nn.Module):
             pads=pads,
             uniform=self.uniform,
         )
+
+    def plan(
+        self, x_TD: torch.Tensor, batch: Batch, held: range, block: int
+    ) -> tuple[torch.Tensor, torch.Tensor, ExpertPlan]:
+        """The same with the plan of the experts in `held`, in one launch where there are few tokens."""
+        moe = self.moe
+        softmax = moe.scoring == "softmax"
+        return route_and_plan(
+            self.scores(x_TD),
+            self.bias,
+            moe.top_k,
+            held,
+            block,
+            softmax=softmax,
+            normalise=moe.normalise,
+            scale=1.0 if softmax else moe.scale,
+            num_groups=1 if softmax else moe.num_groups,
+            topk_groups=1 if softmax else moe.topk_groups,
+            pads=batch.slots if batch.padded else None,
+            uniform=self.uniform,
+        )
+
+    def scores(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """[T, E] float32."""
+        if self.moe.scoring == "softmax" and not x_TD.is_cuda:
+            # In the model's type, as transformers has it: a wider copy of the weight a step would cost more.
+            return linear(x_TD, self.weight).float()
+        return product_float(x_TD, self.weight)
 
 
 class ExpertStack(nn.Module):
@@ -172,19 +199,33 @@ class Experts(nn.Module):
         self, x_TD: torch.Tensor, weights_Tk: torch.Tensor, ids_Tk: torch.Tensor, shared: Shared
     ) -> torch.Tensor:
         """[T, D], what `shared` gives included; it is called when everything else is under way."""
-        gate_up, down = self.gate_up.weights, self.down.weights
-        if gate_up is None or down is None:
+        if self.block(1.0) is None:
             partial = grouped_experts(x_TD, weights_Tk, ids_Tk, self.gate_up, self.down, self.held)
             extra = shared()
             return partial if extra is None else partial.add_(extra)
-        each = ids_Tk.numel() / self.gate_up.num_experts
-        plan = plan_experts(ids_Tk, self.held, block_size(each, gate_up, down))
+        block = self.block(ids_Tk.numel() / self.gate_up.num_experts)
+        assert block is not None
+        return self.planned(x_TD, weights_Tk, ids_Tk, plan_experts(ids_Tk, self.held, block), shared)
+
+    def planned(
+        self, x_TD: torch.Tensor, weights_Tk: torch.Tensor, ids_Tk: torch.Tensor, plan: ExpertPlan, shared: Shared
+    ) -> torch.Tensor:
+        """The same by the device's kernels, with a plan of these choices."""
+        gate_up, down = self.gate_up.weights, self.down.weights
+        assert gate_up is not None and down is not None
         y_PD = expert_down(expert_gate_up(x_TD, plan, gate_up), plan, down)
         return combine(y_PD, weights_Tk, ids_Tk, self.held, shared())
+
+    def block(self, pairs_each: float) -> int | None:
+        """Most pairs of a plan's block, where an expert has `pairs_each`; None where the reference multiplies."""
+        gate_up, down = self.gate_up.weights, self.down.weights
+        return None if gate_up is None or down is None else block_size(pairs_each, gate_up, down)
 
 
 class Replicated:
     """How tokens reach experts when every rank of a stage has every token: nothing moves out, sums come back.
+
+    So what is computed here is known as soon as it is routed, and planned with the routing.
 
     The seam for attention replicas: an all-to-all would move tokens in `dispatch` and their results in `combine`.
     """
@@ -226,6 +267,11 @@ class Moe(nn.Module):
 
     def forward(self, x_TD: torch.Tensor, batch: Batch) -> torch.Tensor:
         shared = self._start_shared(x_TD)
+        moe = self.router.moe
+        block = self.experts.block(len(x_TD) * moe.top_k / moe.num_experts)
+        if block is not None:
+            chosen = self.router.plan(x_TD, batch, self.experts.held, block)
+            return self.transport.combine(self.experts.planned(x_TD, *chosen, shared))
         sent, weights, ids = self.transport.dispatch(x_TD, *self.router(x_TD, batch))
         return self.transport.combine(self.experts(sent, weights, ids, shared))
 

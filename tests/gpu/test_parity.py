@@ -26,6 +26,8 @@ EXACT = 5e-4
 MEDIAN, MEAN = 0.05, 0.3
 """Of bfloat16 log-probabilities. On a processor bfloat16 is off by 0.01 to 0.03 in the median, and by up to 0.11 in the
 mean: a token that goes to another expert at a near tie is off by 2."""
+MEDIAN_OF_ONE = 0.15
+"""Of one request's. The worst of the nine is off by 0.076, 0.093 and 0.097 on a processor (pp1, tp2, ep2)."""
 
 K2: dict[str, Any] = {
     "hidden_size": 1024, "intermediate_size": 1024, "moe_intermediate_size": 512, "num_hidden_layers": 4,
@@ -130,7 +132,7 @@ def test_tokens_and_logprobs_are_those_of_the_reference(
             parity.check(reference, one, f"{case.name}, request {i}")
         else:
             found.append(differences(reference, one))
-            assert found[-1].median() < 2 * MEDIAN, f"{case.name}, request {i}: off by {found[-1].median():.3f}"
+            assert found[-1].median() < MEDIAN_OF_ONE, f"{case.name}, request {i}: off by {found[-1].median():.3f}"
     if found:
         every = torch.cat(found)
         assert every.median() < MEDIAN, f"{case.name}: off by {every.median():.3f} in the median"

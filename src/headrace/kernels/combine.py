@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.kernels.jit import await_inputs, jit, launch_options, tl, triton
+from headrace.kernels.jit import jit, tl, triton
 
 _BLOCK_D = 1024
 
@@ -46,10 +46,9 @@ def combine_reference(
 @jit
 def _combine_kernel(  # type: ignore[no-untyped-def]
     y_ptr, weights_ptr, ids_ptr, shared_ptr, out_ptr, start, stop, D, K: tl.constexpr, SHARED: tl.constexpr,
-    BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One token and one run of columns a program."""
-    await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     real = columns < D
@@ -99,6 +98,5 @@ def launch_combine(
             SHARED=shared_TD is not None,
             BLOCK_D=block,
             num_warps=num_warps,
-            **launch_options(out.device),
         )
     return out

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from headrace.kernels.jit import gdc_launch_dependents, gdc_wait
-
 try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
@@ -131,7 +129,7 @@ def latent_sm90(  # type: ignore[no-untyped-def]
     q, cache, out, partial, lse, row_slot, row_start, row_count, row_offset, page_table, table_stride, num_splits,
     least, most_tokens, scale_log2,
     H: gl.constexpr, V: gl.constexpr, C: gl.constexpr, S: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    CHUNKS: gl.constexpr, SPLIT: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
+    CHUNKS: gl.constexpr, SPLIT: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """As `_latent` of the portable kernel, which says what the arguments are."""
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
@@ -142,9 +140,6 @@ def latent_sm90(  # type: ignore[no-untyped-def]
     PAIRS: gl.constexpr = gl.SliceLayout(1, SCORES)
     R: gl.constexpr = C - V
 
-    if PDL:  # as `await_inputs` of the others
-        gdc_launch_dependents()
-        gdc_wait()
     tile, split, row = gl.num_programs(0) - 1 - gl.program_id(0), gl.program_id(1), gl.program_id(2)
     slot, start = gl.load(row_slot + row), gl.load(row_start + row)
     count, offset = 1, row

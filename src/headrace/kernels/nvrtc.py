@@ -73,7 +73,7 @@ class Kernel:
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
         config.sharedMemBytes, config.hStream = smem, torch.cuda.current_stream().cuda_stream
-        if early and os.environ.get("HEADRACE_EARLY") != "0":
+        if early:
             config.attrs, config.numAttrs = [self._early], 1
         _check(driver.cuLaunchKernelEx(config, self._function, (tuple(values), tuple(kinds)), 0), self._name)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.kernels.jit import await_inputs, jit, launch_options, tl, triton
+from headrace.kernels.jit import jit, tl, triton
 
 MAX_TOP_K = 16
 MAX_EXPERTS = 1024
@@ -187,10 +187,9 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, bias_ptr, pads_ptr, counter_ptr, weights_ptr, ids_ptr, E, layer, scale, K: tl.constexpr,
     K_PAD: tl.constexpr, G: tl.constexpr, S: tl.constexpr, GROUPS: tl.constexpr, OPEN: tl.constexpr,
     SOFTMAX: tl.constexpr, BIASED: tl.constexpr, NORMALISE: tl.constexpr, PADS: tl.constexpr,
-    UNIFORM: tl.constexpr, PDL: tl.constexpr,
+    UNIFORM: tl.constexpr,
 ):  # fmt: skip
     """One token a program."""
-    await_inputs(PDL)
     token = tl.program_id(0)
     row_ptr = logits_ptr + token.to(tl.int64) * E
     N: tl.constexpr = G * S
@@ -281,6 +280,5 @@ def launch_route(
             PADS=pads is not None,
             UNIFORM=uniform is not None,
             num_warps=num_warps,
-            **launch_options(logits_TE.device),
         )
     return weights, ids

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from headrace.kernels.combine import combine
-from headrace.kernels.dispatch import ExpertPlan, plan_experts, route_and_plan
+from headrace.kernels.dispatch import ExpertPlan, route_and_plan
 from headrace.kernels.expert_products import (
     ExpertWeights,
     block_size,
@@ -198,19 +198,15 @@ class Experts(nn.Module):
     def forward(
         self, x_TD: torch.Tensor, weights_Tk: torch.Tensor, ids_Tk: torch.Tensor, shared: Shared
     ) -> torch.Tensor:
-        """[T, D], what `shared` gives included; it is called when everything else is under way."""
-        if self.block(1.0) is None:
-            partial = grouped_experts(x_TD, weights_Tk, ids_Tk, self.gate_up, self.down, self.held)
-            extra = shared()
-            return partial if extra is None else partial.add_(extra)
-        block = self.block(ids_Tk.numel() / self.gate_up.num_experts)
-        assert block is not None
-        return self.planned(x_TD, weights_Tk, ids_Tk, plan_experts(ids_Tk, self.held, block), shared)
+        """[T, D] by the reference, what `shared` gives included."""
+        partial = grouped_experts(x_TD, weights_Tk, ids_Tk, self.gate_up, self.down, self.held)
+        extra = shared()
+        return partial if extra is None else partial.add_(extra)
 
     def planned(
         self, x_TD: torch.Tensor, weights_Tk: torch.Tensor, ids_Tk: torch.Tensor, plan: ExpertPlan, shared: Shared
     ) -> torch.Tensor:
-        """The same by the device's kernels, with a plan of these choices."""
+        """The same by the device's kernels, with a plan of these choices. `shared` is called when they are under way."""
         gate_up, down = self.gate_up.weights, self.down.weights
         assert gate_up is not None and down is not None
         y_PD = expert_down(expert_gate_up(x_TD, plan, gate_up), plan, down)

@@ -145,9 +145,11 @@ def failure_of(who: str, error: BaseException) -> Failed:
     return Failed(who=who, message=one_line(f"{type(error).__name__}: {error}"))
 
 
-def run_child(who: str, main: Callable[[], None], reporter: Reporter) -> NoReturn:
+def run_child(who: str, main: Callable[[], None], reporter: Reporter, *, at_once: bool = False) -> NoReturn:
     """Run a child's `main` to its end and exit: 0 when it returns, 2 on a UserError, 1 on anything else.
 
+    at_once: when it returns nothing is left to do, and taking down what libraries have set up may wait for peers that
+    have gone already.
     `who` names the child in the supervisor's one line ("worker rank 1 (stage 1)"). Without a supervisor the line goes
     to standard error. The traceback is logged at debug level only.
     """
@@ -163,6 +165,9 @@ def run_child(who: str, main: Callable[[], None], reporter: Reporter) -> NoRetur
             os._exit(2 if failed.user_error else 1)
         print(f"{who}: {failed.message}", file=sys.stderr)
         sys.exit(2 if failed.user_error else 1)
+    if at_once and reporter.attached:
+        _flush()
+        os._exit(0)
     sys.exit(0)
 
 

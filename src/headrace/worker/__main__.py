@@ -40,7 +40,8 @@ def main() -> None:
         stop_on_sigterm(worker.stop)
         worker.run()
 
-    run_child(who, work, reporter)
+    # NCCL's groups, with graphs that hold their sums, do not come down by themselves.
+    run_child(who, work, reporter, at_once=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import time
 from typing import TypeVar
 
 import msgspec
-import torch.distributed as dist
 import zmq
 
 from headrace.config import EngineConfig
@@ -66,8 +65,6 @@ class Worker:
         runner = prepared.runner
         self._send(Prepared(self._rank, prepared.kv_bytes, runner.backend, prepared.graph_bytes))
         self._execute(runner)
-        if stage.device.type == "cuda" and dist.is_initialized():
-            dist.destroy_process_group()
 
     def _execute(self, runner: Runner) -> None:
         profile = Profile.asked_for(self._rank)

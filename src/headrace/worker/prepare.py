@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from headrace.errors import UserError
 from headrace.supervise.devices import ranks_per_gpu
 from headrace.telemetry.trace import Trace
 from headrace.worker.batch import Rows
@@ -20,10 +22,14 @@ from headrace.worker.runner import Runner
 from headrace.worker.stage import Stage, free_host_memory
 from headrace.worker.steps import EXPAND_MOST, DeviceState, EagerSteps
 
+log = logging.getLogger(__name__)
+
 MARGIN = 0.02
 """Share of a GPU's memory left alone: fragments, and what the driver and the libraries take later."""
 LOGIT_COPIES = 4
 """float32 copies of a step's logits that sampling may hold at once."""
+SMALL_SHARE = 0.5
+"""Share of the memory that weights leave, under which a KV cache is small enough to say why."""
 GRAPH_BYTES = 16 << 20
 """What the driver keeps for one more graph of a stage, beside the memory that all graphs share."""
 
@@ -81,8 +87,20 @@ def kv_memory(stage: Stage) -> int:
     logits = 0
     if stage.model.head is not None:
         logits = config.schedule.max_running * stage.spec.vocab_size * 4 * LOGIT_COPIES
-    left = (free - int(total * MARGIN)) // ranks_per_gpu() - working - graphs - logits
-    return config.schedule.kv_memory or max(0, left)
+    share = (free - int(total * MARGIN)) // ranks_per_gpu()
+    return _share_for_kv(stage, share, working + graphs + logits)
+
+
+def _share_for_kv(stage: Stage, share: int, needed: int) -> int:
+    """What was asked for, or all that is left. Raises UserError where there is not as much."""
+    asked, left = stage.config.schedule.kv_memory, share - needed
+    where = f"{share} bytes are free on {stage.device} with the weights there, and steps need {needed} of them"
+    fewer = "a smaller --chunk or --max-running takes less"
+    if left < (asked or stage.page_bytes):
+        raise UserError(f"--kv-memory {asked or stage.page_bytes}: {where}; {fewer}")
+    if asked is None and left < share * SMALL_SHARE:
+        log.warning("the KV cache gets %d bytes: %s; %s", left, where, fewer)
+    return asked or left
 
 
 def _together() -> None:

@@ -206,7 +206,7 @@ class Experts(nn.Module):
     def planned(
         self, x_TD: torch.Tensor, weights_Tk: torch.Tensor, ids_Tk: torch.Tensor, plan: ExpertPlan, shared: Shared
     ) -> torch.Tensor:
-        """The same by the device's kernels, with a plan of these choices. `shared` is called when they are under way."""
+        """The same by the device's kernels and a plan of these choices; `shared` is called when they are under way."""
         gate_up, down = self.gate_up.weights, self.down.weights
         assert gate_up is not None and down is not None
         y_PD = expert_down(expert_gate_up(x_TD, plan, gate_up), plan, down)

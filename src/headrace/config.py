@@ -49,7 +49,7 @@ class ModelConfig:
     device: DeviceName = "auto"
     """Where the ranks run, one a device; auto takes GPUs where they are."""
     dtype: DtypeName = "auto"
-    """Type of weights and activations; auto is bfloat16 on a GPU and float32 on a CPU."""
+    """Type of weights and activations; auto is bfloat16 on a GPU and on a CPU with AMX, float32 on others."""
     max_len: int | None = None
     """Longest request in tokens, prompt and output together; by default what the model and the KV cache allow."""
     seed: int = 0

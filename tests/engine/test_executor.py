@@ -74,10 +74,18 @@ def test_pages_follow_from_the_stage_with_most_layers(stand: Stand) -> None:
     assert stand.executor.capacity(most_tokens=100).num_tokens == 112
 
 
-def test_too_little_memory_names_flag_and_stage(stand: Stand) -> None:
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (LATENT * 8, r"^--kv-memory .* stage 5 needs"),
+        (None, r"^stage 5 has .* left for the KV cache.*more --pp or --tp"),
+    ],
+)
+def test_too_little_memory_names_flag_and_stage(stand: Stand, asked: int | None, words: str) -> None:
     mesh = build_mesh(LayoutConfig(pp=8), K25)
     load(stand, mesh, LATENT * 8)
-    with pytest.raises(UserError, match=r"--kv-memory .* stage 5 needs"):
+    stand.executor._config = EngineConfig(schedule=ScheduleConfig(page_size=PAGE, kv_memory=asked))
+    with pytest.raises(UserError, match=words):
         stand.executor.capacity(10**9)
 
 

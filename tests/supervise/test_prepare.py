@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from safetensors.numpy import save_file
 
 from headrace.config import EngineConfig, HttpConfig, LayoutConfig, ModelConfig, ScheduleConfig, ServeConfig
 from headrace.errors import UserError
+from headrace.spec import Int4Spec
 from headrace.supervise import devices
-from headrace.supervise.prepare import GPU_CHUNK, GPU_RUN_AHEAD, Prepared, prepare
+from headrace.supervise.prepare import CPU_CHUNK, GPU_CHUNK, GPU_RUN_AHEAD, Prepared, _check_groups, prepare
+from headrace.weights.source import read_spec, resolve
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -155,6 +158,20 @@ def test_two_ranks_share_a_gpu_only_where_that_is_asked_for(model: Make, monkeyp
         prepare(asked, say=lambda _: None)
     monkeypatch.setenv("HEADRACE_SHARE_GPUS", "1")
     assert prepare(asked, say=lambda _: None).config.engine.model.device == "cuda"
+
+
+def test_the_reference_on_a_gpu_has_a_processors_chunk(model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, 1)
+    asked = EngineConfig(model=ModelConfig(model=str(model()), attention="torch"))
+    assert prepare(ServeConfig(engine=asked), say=lambda _: None).config.engine.schedule.chunk == CPU_CHUNK
+
+
+def test_groups_that_gpus_have_no_kernel_for_are_refused(model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, 1)
+    spec = read_spec(resolve(str(model()), say=lambda _: None))
+    _check_groups(replace(spec, quant=Int4Spec(group_size=32)))
+    with pytest.raises(UserError, match="group_size 128: on GPUs INT4 has groups of 32"):
+        _check_groups(replace(spec, quant=Int4Spec(group_size=128)))
 
 
 def test_kernels_for_gpus_are_refused_on_a_processor(model: Make) -> None:

@@ -113,6 +113,11 @@ class Executor:
         if least < 1 or least * page_size < 2:
             stage = pages_of.index(least)
             loaded = self._ranks.loaded[self._mesh.ranks_of(stage)[0]]
+            if self._config.schedule.kv_memory is None:
+                raise UserError(
+                    f"stage {stage} has {loaded.kv_memory} bytes left for the KV cache, a page takes "
+                    f"{loaded.kv_page_bytes}: more --pp or --tp, or a smaller --chunk or --max-running"
+                )
             raise UserError(
                 f"--kv-memory {loaded.kv_memory}: stage {stage} needs {loaded.kv_page_bytes} bytes for each page of "
                 f"{page_size} tokens, and at least 2 tokens"

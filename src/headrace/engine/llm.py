@@ -77,9 +77,10 @@ class LLM:
     """A model, loaded and ready when the constructor returns.
 
     model: as in `headrace serve`. Options are the fields of the configuration by their own names: `pp`, `tp`, `ep`,
-    `split`, `device`, `dtype`, `max_len`, `seed`, `max_running`, `chunk`, `page_size`, `kv_memory`, `transport`,
-    `timeout_s`, `trace`. Raises UserError for what cannot be, Fault when it fails; both in one line. A context manager;
-    `close` leaves no process and no file behind. Belongs to one thread.
+    `split`, `device`, `dtype`, `max_len`, `seed`, `attention`, `graphs`, `weights`, `routing`, `max_running`, `chunk`,
+    `page_size`, `kv_memory`, `run_ahead`, `transport`, `timeout_s`, `edges`, `trace`. Raises UserError for what cannot
+    be, Fault when it fails; both in one line. A context manager; `close` leaves no process and no file behind.
+    Belongs to one thread.
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:

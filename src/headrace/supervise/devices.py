@@ -31,22 +31,23 @@ def resolve_device(asked: DeviceName, num_ranks: int) -> Literal["cpu", "cuda"]:
         raise UserError("--device cuda: no NVIDIA GPU is visible here")
     if not built:
         raise UserError("--device cuda: the installed torch is a build without CUDA")
-    if num_ranks > gpus * ranks_per_gpu():
+    if num_ranks > gpus * ranks_per_gpu(num_ranks, gpus):
         advice = "" if asked == "cuda" else "; --device cpu runs them on the processor"
         raise UserError(f"--pp times --tp needs {num_ranks} GPUs, {gpus} visible here{advice}")
     return "cuda"
 
 
-def ranks_per_gpu() -> int:
+def ranks_per_gpu(num_ranks: int, gpus: int) -> int:
     """Ranks that may share one GPU: one, or two where HEADRACE_SHARE_GPUS=1 tries a layout with too few GPUs."""
-    return 2 if os.environ.get("HEADRACE_SHARE_GPUS") == "1" else 1
+    return 2 if num_ranks > gpus and os.environ.get("HEADRACE_SHARE_GPUS") == "1" else 1
 
 
 def gpu_of(mesh: Mesh, rank: int, gpus: int) -> int:
     """The GPU of a rank: its own; or, where there are fewer than ranks, one that none of its peers has.
 
     A communicator needs a GPU for each of its ranks. The peers are the ranks of the same stage, and those of the same
-    tensor index in the stages beside it, so the stages take the GPUs in turn, each from another one on.
+    tensor index in the stages beside it, so the stages take the GPUs in turn, each from another one on. The last stage
+    is beside the first one too, so of an odd number of stages two would meet: those are for as many GPUs as ranks.
     """
     if mesh.num_ranks <= gpus:
         return rank

@@ -16,6 +16,8 @@ from headrace.weights.source import read_spec, resolve
 
 CPU_CHUNK = 512
 GPU_CHUNK = 8192
+GPU_GROUP = 32
+"""Columns that share a scale in the INT4 kernels."""
 GPU_RUN_AHEAD = 2
 """A step on a GPU is shorter than the trip of its result through the engine; on a CPU it is many times longer."""
 
@@ -52,12 +54,15 @@ def prepare(config: ServeConfig, *, say: Callable[[str], None]) -> Prepared:
         open_headers(source)
     for note in spec.notes:
         say(note)
-    chunk = config.engine.schedule.chunk or (GPU_CHUNK if device == "cuda" else CPU_CHUNK)
     ahead = config.engine.schedule.run_ahead
     if ahead is None:
         ahead = GPU_RUN_AHEAD if device == "cuda" else 0
     dtype = resolve_dtype(config.engine.model.dtype, device, spec.dtype)
     attention = _attention(config.engine.model.attention, device)
+    # The reference holds scores: a chunk that is right for kernels would not fit.
+    chunk = config.engine.schedule.chunk or (GPU_CHUNK if attention == "triton" else CPU_CHUNK)
+    if device == "cuda":
+        _check_groups(spec)
     engine = replace(
         config.engine,
         model=replace(config.engine.model, model=str(source.path), device=device, dtype=dtype, attention=attention),
@@ -74,6 +79,14 @@ def _attention(asked: AttentionName, device: Literal["cpu", "cuda"]) -> Literal[
     if asked == "triton" and device == "cpu":
         raise UserError("--attention triton: needs --device cuda")
     return asked
+
+
+def _check_groups(spec: ModelSpec) -> None:
+    if spec.quant is not None and spec.quant.group_size != GPU_GROUP:
+        raise UserError(
+            f"quantization_config: group_size {spec.quant.group_size}: on GPUs INT4 has groups of {GPU_GROUP}; "
+            "--device cpu takes any"
+        )
 
 
 def _check_length(config: EngineConfig, spec: ModelSpec) -> None:

@@ -77,11 +77,11 @@ class CopyInlet:
         self._slot_bytes = -(-num_bytes // ALIGN) * ALIGN
         total = COUNTER_BYTES + depth * self._slot_bytes
         # Not from PyTorch's pool: what is mapped elsewhere must be an allocation of its own.
-        self._address = int(_check(driver.cuMemAlloc(total)))
+        self._address = int(_check(driver.cuMemAlloc(total), name))
         self._memory = torch.as_tensor(_Memory(self._address, total), device=device)
         self._memory[:COUNTER_BYTES].zero_()
         torch.cuda.synchronize(device)
-        handle = _check(driver.cuIpcGetMemHandle(self._address))
+        handle = _check(driver.cuIpcGetMemHandle(self._address), name)
         store.set(key, bytes(handle.reserved).hex())
         self._count = 0
 
@@ -104,7 +104,7 @@ class CopyInlet:
         """Hold the current stream until so many tensors have come."""
         stream = torch.cuda.current_stream().cuda_stream
         at_least = self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ.value
-        _check(self._driver.cuStreamWaitValue32(stream, self._address, count, at_least))
+        _check(self._driver.cuStreamWaitValue32(stream, self._address, count, at_least), self.name)
 
 
 class CopyOutlet:
@@ -123,7 +123,7 @@ class CopyOutlet:
         handle = driver.CUipcMemHandle()
         handle.reserved = bytes.fromhex(store.get(key).decode())
         flag = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-        self._address = int(_check(driver.cuIpcOpenMemHandle(handle, flag.value)))
+        self._address = int(_check(driver.cuIpcOpenMemHandle(handle, flag.value), name))
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._count = 0
 
@@ -135,8 +135,8 @@ class CopyOutlet:
         self._count += 1
         stream.wait_stream(torch.cuda.current_stream())
         if tensor.nbytes:
-            _check(driver.cuMemcpyAsync(target, tensor.data_ptr(), tensor.nbytes, stream.cuda_stream))
-        _check(driver.cuStreamWriteValue32(stream.cuda_stream, self._address, self._count, 0))
+            _check(driver.cuMemcpyAsync(target, tensor.data_ptr(), tensor.nbytes, stream.cuda_stream), self.name)
+        _check(driver.cuStreamWriteValue32(stream.cuda_stream, self._address, self._count, 0), self.name)
         tensor.record_stream(stream)
 
     def receive(self, plan_id: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> CopyReceive:
@@ -144,8 +144,9 @@ class CopyOutlet:
         raise AssertionError(f"{self.name}: received from by its sender")
 
 
-def _check(answer: tuple[Any, ...]) -> Any:
+def _check(answer: tuple[Any, ...], edge: str) -> Any:
+    """The value of a driver's call. Raises Fault naming the edge and the driver's error."""
     status, *values = answer
     if int(status):
-        raise Fault(f"an edge by copy: {getattr(status, 'name', status)}")
+        raise Fault(f"{edge}, by copy: {getattr(status, 'name', status)} (--edges nccl does without)")
     return values[0] if values else None

@@ -61,7 +61,7 @@ class GraphSteps:
         self.backend = f"{eager.backend}+graphs"
         most = sizes[-1]
         # One block, one copy a step: positions and cache slots, then page-table rows and starts.
-        self._inputs = torch.zeros(4, most, dtype=torch.int64, device=device)
+        self._inputs = torch.zeros(4 * most, dtype=torch.int64, device=device)
         self._ones = torch.ones(most, dtype=torch.int32, device=device)
         self._order = torch.arange(most, dtype=torch.int32, device=device)
         self._hidden = None if model.embedding is not None else torch.zeros(most, hidden, dtype=dtype, device=device)
@@ -71,12 +71,11 @@ class GraphSteps:
 
     def capture(self) -> None:
         """Make every graph. All ranks of a stage do this at the same time, largest size first."""
-        self._inputs[1].fill_(-1)
-        self._inputs[2].fill_(-1)
         before = torch.cuda.mem_get_info(self._device)[0]
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(self._device)
         for size in reversed(self._sizes):
+            self._clear(size)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 self._compute(size)  # loads modules and fills caches, which a capture must not
@@ -87,6 +86,7 @@ class GraphSteps:
             self._graphs[size] = _Graph(graph, outcome)
         torch.cuda.synchronize(self._device)
         for size in self._sizes:
+            self._clear(size)
             self._graphs[size].graph.replay()
         torch.cuda.synchronize(self._device)
         self.num_bytes = max(0, before - torch.cuda.mem_get_info(self._device)[0])
@@ -102,17 +102,26 @@ class GraphSteps:
         inputs[0, :num] = inputs[3, :num] = rows.starts
         inputs[1, :num] = rows.kept_at(self._mirror, self._page_size)
         inputs[2, :num] = rows.slots
-        self._inputs[:, :size].copy_(stage(torch.from_numpy(inputs)), non_blocking=True)
+        self._rows(size).copy_(stage(torch.from_numpy(inputs)), non_blocking=True)
         if self._hidden is not None:
             assert hidden is not None
             self._hidden[:num].copy_(hidden)
         one = self._graphs[size]
         one.graph.replay()
         out = one.outcome
-        # The next replay writes to these again: what leaves the stage is a copy.
+        # The next replay writes to these again: what leaves the stage is a copy. Logits and the last stage's hidden
+        # states are used before it, in the same stream.
         if out.logits is None or out.greedy is None or out.finite is None:
             return Outcome(out.hidden[:num].clone())
         return Outcome(out.hidden[:num], out.logits[:num], out.greedy[:num].clone(), out.finite[:num].clone())
+
+    def _rows(self, size: int) -> torch.Tensor:
+        """[4, size], contiguous: one copy fills it."""
+        return self._inputs[: 4 * size].view(4, size)
+
+    def _clear(self, size: int) -> None:
+        """Pads alone. Sizes share the front of one block, so what another size left there means nothing to this one."""
+        self._rows(size).zero_()[1:3].fill_(-1)
 
     def _fits(self, rows: Rows) -> bool:
         """Whether all rows decode from a sampled token, and all sample: the same answer on every rank."""
@@ -124,7 +133,7 @@ class GraphSteps:
         )
 
     def _compute(self, size: int) -> Outcome:
-        positions, slots, row_slots, starts = self._inputs[:, :size].unbind(0)
+        positions, slots, row_slots, starts = self._rows(size).unbind(0)
         state, model = self._state, self._model
         assert state.page_table is not None
         if state.counter is not None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import msgspec
+import torch
 import zmq
 
 from headrace.config import EngineConfig
+from headrace.errors import UserError
 from headrace.step import (
     Allocate,
     Join,
@@ -31,6 +35,17 @@ STATS_PERIOD_S = 0.5
 PROGRESS_PERIOD_S = 0.1
 
 Message = TypeVar("Message", Start, Allocate)
+
+
+@contextmanager
+def enough_memory(otherwise: str) -> Iterator[None]:
+    """What takes a GPU's memory as the user's settings have it. Raises UserError where that is more than there is."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        device = torch.cuda.current_device()
+        free, total = torch.cuda.mem_get_info(device)
+        raise UserError(f"GPU {device}: out of memory, {free} of {total} bytes are free: {otherwise}") from None
 
 
 class Worker:
@@ -56,12 +71,16 @@ class Worker:
         if start is None:
             return
         config = msgspec.msgpack.decode(start.config, type=EngineConfig)
-        stage = bring_up(config, self._rank, start.store, self._progress)
-        self._send(Loaded(self._rank, stage.weight_bytes, stage.page_bytes, kv_memory(stage), stage.load_s))
+        with enough_memory("the weights of its layers do not fit: more --pp or --tp take fewer on each"):
+            stage = bring_up(config, self._rank, start.store, self._progress)
+        with enough_memory("a step does not fit beside the weights: a smaller --chunk or --max-running takes less"):
+            kv = kv_memory(stage)
+        self._send(Loaded(self._rank, stage.weight_bytes, stage.page_bytes, kv, stage.load_s))
         allocate = self._expect(Allocate)
         if allocate is None:
             return
-        prepared = prepare(stage, allocate.num_pages, allocate.max_len)
+        with enough_memory("the KV cache does not fit: a smaller --kv-memory takes less"):
+            prepared = prepare(stage, allocate.num_pages, allocate.max_len)
         runner = prepared.runner
         self._send(Prepared(self._rank, prepared.kv_bytes, runner.backend, prepared.graph_bytes))
         self._execute(runner)

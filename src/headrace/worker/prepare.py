@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,8 @@ from headrace.worker.steps import EXPAND_MOST, DeviceState, EagerSteps
 
 log = logging.getLogger(__name__)
 
+LOAD_TIMEOUT = timedelta(hours=1)
+"""Ranks read from disks of their own: how far apart they may have loaded. The message names who is missing."""
 MARGIN = 0.02
 """Share of a GPU's memory left alone: fragments, and what the driver and the libraries take later."""
 LOGIT_COPIES = 4
@@ -79,15 +82,15 @@ def kv_memory(stage: Stage) -> int:
     torch.cuda.empty_cache()
     _together()
     free, total = torch.cuda.mem_get_info(stage.device)
-    if any(isinstance(edge, DeviceEdge) for edge in (stage.comm.previous, stage.comm.next)):
-        # What is sent or received stays in memory for as long as its plan is in the window.
-        assert config.schedule.run_ahead is not None
-        window = stage.mesh.pp + config.schedule.run_ahead
-        working += 2 * window * config.schedule.chunk * stage.spec.hidden * stage.dtype.itemsize
+    # What is sent or received stays in memory while its plan is in the window; what comes by copy has its ring.
+    assert config.schedule.run_ahead is not None
+    held = int(isinstance(stage.comm.previous, DeviceEdge)) + int(stage.comm.next is not None)
+    plans = held * (stage.mesh.pp + config.schedule.run_ahead)
+    working += plans * config.schedule.chunk * stage.spec.hidden * stage.dtype.itemsize
     logits = 0
     if stage.model.head is not None:
         logits = config.schedule.max_running * stage.spec.vocab_size * 4 * LOGIT_COPIES
-    share = (free - int(total * MARGIN)) // ranks_per_gpu()
+    share = (free - int(total * MARGIN)) // ranks_per_gpu(stage.mesh.num_ranks, torch.cuda.device_count())
     return _share_for_kv(stage, share, working + graphs + logits)
 
 
@@ -106,7 +109,7 @@ def _share_for_kv(stage: Stage, share: int, needed: int) -> int:
 def _together() -> None:
     """Wait for all ranks: two that share a GPU must not measure each other's work."""
     if dist.is_initialized():
-        dist.barrier()
+        dist.monitored_barrier(timeout=LOAD_TIMEOUT)
 
 
 def prepare(stage: Stage, num_pages: int, max_len: int) -> Prepared:

@@ -1,4 +1,4 @@
-"""HEADRACE_PROFILE=DIR: what the device did in the last steps before the stop, kernel by kernel, a file a rank."""
+"""HEADRACE_PROFILE=DIR: what a GPU does in a step, kernel by kernel, a file for each rank and number of tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Profile:
     def asked_for(cls, rank: int) -> Profile | None:
         """By the environment."""
         folder = os.environ.get("HEADRACE_PROFILE")
-        return cls(Path(folder), rank) if folder else None
+        return cls(Path(folder), rank) if folder and torch.cuda.is_available() else None
 
     def step(self, num_tokens: int) -> None:
         """A step of so many tokens is about to be issued."""

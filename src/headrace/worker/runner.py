@@ -49,7 +49,10 @@ class Flying:
 
     held: Held
     clock: Clock
-    issued_s: float
+    tokens: list[Receive]
+    """Sampled tokens that it was made to wait for."""
+    issued_s: float = 0.0
+    """When all of its work was on the device."""
     sampled: Sampled | None = None
     prompt: dict[int, list[Scores]] = field(default_factory=dict)
 
@@ -140,12 +143,11 @@ class Runner:
             if self._sampler is not None:
                 self._sampler.register(new, unpack(new.tokens))
         self._state.take_pages(self._mirror)
-        if self._first:
-            self._await_tokens(rows)
+        tokens = self._await_tokens(rows) if self._first else []
         held.hidden = held.hidden or self._receive_hidden(held)
         hidden = None if held.hidden is None else held.hidden.wait()
         clock = start_clock(self._device)
-        flying = Flying(held, clock, time.monotonic())
+        flying = Flying(held, clock, tokens)
         outcome = self._steps.run(plan.plan_id, rows, hidden)
         if self._comm.next is not None:
             self._comm.next.send(plan.plan_id, outcome.hidden)
@@ -153,6 +155,7 @@ class Runner:
         if self._last:
             self._finish(flying, outcome)
         clock.stop()
+        flying.issued_s = time.monotonic()
         sampling = rows.slots[rows.samples]
         self._sampled_in[sampling] = plan.plan_id
         if held.feedback is not None:
@@ -192,10 +195,9 @@ class Runner:
         # Several are issued at once, and what comes before this one takes its time too.
         if time.monotonic() - max(flying.issued_s, self._last_done_s) < self._timeout_s:
             return
-        plan_id = flying.held.plan.plan_id
         waits: list[tuple[Edge | None, Receive | None]] = [
+            *((self._comm.feedback_in, receive) for receive in flying.tokens),
             (self._comm.previous, flying.held.hidden),
-            *((self._comm.feedback_in, receive) for earlier, _, receive in self._awaited if earlier < plan_id),
         ]
         for edge, receive in waits:
             if edge is not None and receive is not None and not receive.is_done():
@@ -205,18 +207,21 @@ class Runner:
         what = "the device" if edge is None else edge.name
         raise PeerLost(f"{what}, plan {flying.held.plan.plan_id}: nothing within {self._timeout_s:g} s (--timeout)")
 
-    def _await_tokens(self, rows: Rows) -> None:
-        """Wait for the sampled tokens that these rows start from, and for no later ones."""
+    def _await_tokens(self, rows: Rows) -> list[Receive]:
+        """Wait for the sampled tokens that these rows start from, and for no later ones; what was waited for."""
         if not self._awaited:
-            return
+            return []
         from_sample = rows.starts >= self._mirror.known[rows.slots]
         needed = int(self._sampled_in[rows.slots[from_sample]].max(initial=-1))
-        self._take_tokens(needed)
+        return self._take_tokens(needed)
 
-    def _take_tokens(self, up_to: int) -> None:
+    def _take_tokens(self, up_to: int) -> list[Receive]:
+        taken = []
         while self._awaited and self._awaited[0][0] <= up_to:
             _, slots, receive = self._awaited.popleft()
             self._keep_tokens(slots, receive.wait())
+            taken.append(receive)
+        return taken
 
     def _keep_tokens(self, slots: IntArray, tokens: torch.Tensor) -> None:
         self._state.last_token.index_copy_(0, upload(slots, self._device), tokens)

@@ -159,7 +159,7 @@ class Sampler:
         if edits or drawn:
             logits = logits_RV
             if edits:
-                logits = logits_RV.float().clone()
+                logits = logits_RV.to(torch.float32, copy=True)
                 for row in np.flatnonzero(self._edits[slots]).tolist():
                     self._edit(logits[row], int(slots[row]), int(positions[row]))
                 tokens, _ = argmax(logits)

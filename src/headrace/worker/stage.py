@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from headrace.config import EngineConfig
+from headrace.errors import UserError
 from headrace.layers.build import Build
 from headrace.layers.decoder import Decoder
 from headrace.mesh import Mesh, build_mesh
 from headrace.models.registry import build_model, rules_of
 from headrace.spec import ModelSpec
-from headrace.supervise.devices import gpu_of
+from headrace.supervise.devices import gpu_of, ranks_per_gpu
 from headrace.weights.checkpoint import Checkpoint, load
 from headrace.weights.fill import fill_random
 from headrace.weights.rules import bind
@@ -24,6 +25,8 @@ from headrace.weights.source import read_spec, resolve
 from headrace.worker.cache import page_bytes
 from headrace.worker.comm import Comm, Devices, connect
 
+OLDEST = (8, 0)
+"""Compute capability from which on GPUs have bfloat16 and asynchronous copies."""
 KV_SHARE, KV_MOST = 0.25, 4 << 30
 """On a CPU the KV cache gets a quarter of the memory that is free, shared by the host's ranks, and 4 GiB at most."""
 
@@ -118,8 +121,19 @@ def free_host_memory(num_ranks: int) -> int:
     return min(KV_MOST, int(psutil.virtual_memory().available * KV_SHARE)) // num_ranks
 
 
+def usable_gpus(mesh: Mesh) -> int:
+    """How many GPUs torch finds. Raises UserError where that is too few for the mesh."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if mesh.num_ranks > count * ranks_per_gpu(mesh.num_ranks, count):
+        raise UserError(
+            f"--device cuda: torch can use {count} of the GPUs here (is the driver the right one?), {mesh.num_ranks} "
+            "are needed; --device cpu runs on the processor"
+        )
+    return count
+
+
 def _devices(config: EngineConfig, mesh: Mesh, spec: ModelSpec, dtype: torch.dtype) -> Devices:
-    count = torch.cuda.device_count()
+    count = usable_gpus(mesh)
     assert config.schedule.chunk is not None
     return Devices(
         [torch.device("cuda", gpu_of(mesh, rank, count)) for rank in range(mesh.num_ranks)],
@@ -132,7 +146,11 @@ def _devices(config: EngineConfig, mesh: Mesh, spec: ModelSpec, dtype: torch.dty
 def _device(config: EngineConfig, mesh: Mesh, rank: int) -> torch.device:
     if config.model.device == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", gpu_of(mesh, rank, torch.cuda.device_count()))
+    device = torch.device("cuda", gpu_of(mesh, rank, usable_gpus(mesh)))
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST:
+        name, has, needs = torch.cuda.get_device_name(device), *(".".join(map(str, c)) for c in (capability, OLDEST))
+        raise UserError(f"--device cuda: {name} has compute capability {has}, {needs} or later is needed")
     torch.cuda.set_device(device)
     torch.zeros(1, device=device)  # makes the context, which the driver's own interface needs
     # Sums in full precision: the references and every layout must agree.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from bench.kernel_cells import Cell
 
-from headrace.kernels import mla_attention, mla_hopper
+from headrace.kernels import mla_attention
 from headrace.kernels.attention_tiles import Tiles
 from headrace.kernels.gqa_attention import gqa_decode, gqa_prefill, gqa_splits
 from headrace.kernels.mla_attention import mla_kernel, mla_prefill, mla_prefill_expanded, mla_splits
@@ -71,27 +72,19 @@ def latent_decode(rows: int, context: int, heads: int, size: int) -> Iterator[Ce
     cache, start = random(pages, size, DIM), torch.full((rows,), context - 1, dtype=torch.int32, device=DEVICE)
     q = random(rows, heads, DIM)
     chosen = mla_splits(rows, heads, context, DEVICE)
-    variants: list[tuple[str, int, bool | None, bool]] = [("", chosen, None, mla_hopper.EARLY)]
+    variants: list[tuple[str, int, bool | None]] = [("", chosen, None)]
     if size == 64:
-        variants += [("late" if mla_hopper.EARLY else "early", chosen, None, not mla_hopper.EARLY)]
-        variants += [("portable", chosen, False, True)]
-        variants += [(f"splits{n}", n, None, mla_hopper.EARLY) for n in {max(1, chosen // 2), chosen * 2} - {chosen}]
+        variants += [("portable", chosen, False)]
+        variants += [(f"splits{n}", n, None) for n in {max(1, chosen // 2), chosen * 2} - {chosen}]
 
-    def call(slots: torch.Tensor, splits: int, hopper: bool | None, early: bool) -> torch.Tensor:
-        shipped, mla_hopper.EARLY = mla_hopper.EARLY, early
-        try:
-            return mla_kernel(q, cache, slots, start, None, None, table, VALUE, SCALE, 1, splits, hopper)
-        finally:
-            mla_hopper.EARLY = shipped
+    def call(slots: torch.Tensor, splits: int, hopper: bool | None) -> torch.Tensor:
+        return mla_kernel(q, cache, slots, start, None, None, table, VALUE, SCALE, 1, splits, hopper)
 
-    for name, splits, hopper, early in variants:
-        calls: list[Callable[[], object]] = [
-            lambda slots=slots, a=splits, b=hopper, c=early: call(slots, a, b, c)  # type: ignore[misc]
-            for slots in sets
-        ]
+    for name, splits, hopper in variants:
+        calls: list[Callable[[], object]] = [partial(call, slots, splits, hopper) for slots in sets]
 
-        def check(a: int = splits, b: bool | None = hopper, c: bool = early) -> float:
-            got = call(sets[0], a, b, c)
+        def check(a: int = splits, b: bool | None = hopper) -> float:
+            got = call(sets[0], a, b)
             last = cache[table[rows - 1].long()].flatten(0, 1)[:context]
             return relative(got[rows - 1], exact(q[rows - 1], last, SCALE))
 

@@ -86,7 +86,7 @@ def test_every_form(gated: bool, tile: Tile, columns: int, width: int, grid: int
 
 def test_persistent_ctas_take_many_items() -> None:
     x, plan, stack, want, chosen = case(64, 4096, 1024, 64, 8, range(64), 8, False)
-    for tile in (Tile(waves=1), Tile(waves=1, order=1), Tile(waves=1, chunk=1, minb=3)):
+    for tile in (Tile(waves=1), Tile(waves=1, order=1), Tile(waves=1, minb=3)):
         out = torch.full_like(want, float("nan"), dtype=torch.bfloat16)
         product_cuda(x, plan, stack, tile, gated=False, out_PO=out)
         agree(out, want, chosen)

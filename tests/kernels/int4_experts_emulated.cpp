@@ -63,14 +63,9 @@ static uint4 load_weights(const uint4* p) { check(p, 16, ranges[1]); weight_load
 static uint2 load_scales(const uint2* p) { check(p, 8, ranges[2]); return *p; }
 static uint4 load_tokens(const unsigned short* p) { check(p, 16, ranges[0]); uint4 v; memcpy(&v, p, 16); return v; }
 static int load_index(const int* p) { return *p; }
-static unsigned held(unsigned value) { return value; }
 
-#ifndef SUBTRACT
-#define SUBTRACT 1
-#endif
 static unsigned two(unsigned word) {
     const unsigned v = (word & 0x000F000F) | 0x43004300;
-    if (!SUBTRACT) return v;
     return pack_bf16(as_float(v << 16) - 136.f, as_float(v & 0xFFFF0000u) - 136.f);
 }
 

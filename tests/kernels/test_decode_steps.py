@@ -6,9 +6,6 @@ import pytest
 import torch
 
 from headrace.kernels import activation, kv_write, latent, norm, rotary
-from tests.kernels.interpreted import interpreting, rerun
-
-interpreted = pytest.mark.skipif(not interpreting(), reason="Triton was imported to compile: run again in a process")
 
 PAGES, SIZE = 5, 4
 
@@ -31,7 +28,7 @@ def places(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(0, 32, (tokens,)), slots
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize("shape", [(1, 7), (5, 96), (3, 5, 24)])
 def test_norm(shape: tuple[int, ...]) -> None:
     x, delta, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
@@ -42,27 +39,27 @@ def test_norm(shape: tuple[int, ...]) -> None:
         close(got, expected)
 
 
-@interpreted
+@pytest.mark.interpreted
 def test_norm_of_many_narrow_strided_rows() -> None:
     x, weight = torch.randn(600, 5, 16)[:, 1:4], torch.randn(16)
     assert norm.norm_tiles(1800, 16)[0] > 1
     close(norm.rms_norm_triton(x, None, weight, 1e-5)[0], norm.rms_norm(x, weight, 1e-5))
 
 
-@interpreted
+@pytest.mark.interpreted
 def test_a_width_that_is_7168() -> None:
     x, delta, weight = torch.randn(2, 7168), torch.randn(2, 7168), torch.randn(7168)
     close(norm.rms_norm_triton(x, delta, weight, 1e-6)[0], norm.rms_norm(x + delta, weight, 1e-6))
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize("shape", [(1, 10), (3, 2 * 1100), (2, 3, 64)])
 def test_silu_mul(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
     close(activation.silu_mul_triton(x), activation.silu_mul(x))
 
 
-@interpreted
+@pytest.mark.interpreted
 def test_rows_of_a_cache() -> None:
     k, v = torch.randn(6, 2 + 3, 8)[:, :3], torch.randn(6, 3, 8)
     _, slots = places(6)
@@ -78,7 +75,7 @@ def test_rows_of_a_cache() -> None:
     assert torch.equal(got.nan_to_num(9), expected.nan_to_num(9))
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads", "dim"), [(1, 4, 2, 16), (7, 5, 1, 12)])
 def test_prepare_gqa(normed: bool, tokens: int, heads: int, kv_heads: int, dim: int) -> None:
@@ -94,7 +91,7 @@ def test_prepare_gqa(normed: bool, tokens: int, heads: int, kv_heads: int, dim: 
     assert int((got == 9).all(-1).all(-1).all(-1).sum()) == PAGES * SIZE - int((slots >= 0).sum())
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("normed", [True, False])
 def test_prepare_latent(interleaved: bool, normed: bool) -> None:
@@ -108,7 +105,7 @@ def test_prepare_latent(interleaved: bool, normed: bool) -> None:
     close(got, expected)
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize(("tokens", "tiles"), [(1, None), (5, None), (21, (16, 16, 4, 1)), (70, None)])
 def test_absorb_query(interleaved: bool, tokens: int, tiles: tuple[int, int, int, int] | None) -> None:
@@ -120,7 +117,7 @@ def test_absorb_query(interleaved: bool, tokens: int, tiles: tuple[int, int, int
     close(latent.absorb_query_bmm(*arguments), latent.absorb_query(*arguments))
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("tokens", "tiles"), [(1, None), (5, None), (21, (16, 16, 16, 4, 1)), (9, (16, 16, 64, 4, 1)), (70, None)]
 )
@@ -134,8 +131,3 @@ def test_expand_value(tokens: int, tiles: tuple[int, int, int, int, int] | None)
 def test_a_slot_past_the_cache_is_an_error() -> None:
     with pytest.raises(IndexError):
         kv_write.write_latent(torch.randn(2, 4), torch.zeros(1, 2, 4), torch.tensor([-1, 2]))
-
-
-@pytest.mark.skipif(interpreting(), reason="this is that process")
-def test_all_of_these_in_the_interpreter() -> None:
-    rerun(__file__)

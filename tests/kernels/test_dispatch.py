@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
 from headrace.kernels.dispatch import SOURCE, ExpertPlan, _empty_plan, _tensors, plan_reference
 from headrace.kernels.routing import UniformRouting, launch_route, route_sigmoid
-from tests.kernels.interpreted import interpreting, rerun
+from tests.kernels.emulated import emulated, needs_compiler
 
-EMULATOR = Path(__file__).with_name("dispatch_on_cpu.cpp")
-INTERPRETED = interpreting()
 CPU = torch.device("cpu")
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+pytestmark = needs_compiler
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
-def test_under_the_interpreter() -> None:
-    rerun(__file__)
-
-
-def emulated(folder: Path, **macros: int) -> ctypes.CDLL:
-    library = folder / "dispatch.so"
-    flags = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", f'-DSOURCE="{SOURCE}"']
-    flags += [f"-D{name}={value}" for name, value in macros.items()]
-    subprocess.run(["g++", *flags, "-x", "c++", EMULATOR, "-o", library], check=True)
-    return ctypes.CDLL(str(library))
+def on_cpu(**macros: int) -> ctypes.CDLL:
+    return emulated("dispatch_on_cpu.cpp", SOURCE, macros.items())
 
 
 def address(tensor: torch.Tensor | None) -> ctypes.c_void_p:
@@ -46,10 +32,9 @@ def same(got: ExpertPlan, expected: ExpertPlan) -> None:
         assert torch.equal(getattr(got, name)[:count], getattr(expected, name)[:count]), name
 
 
-@pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
 @pytest.mark.parametrize("wide", [0, 1])
-def test_plan(wide: int, tmp_path: Path) -> None:
-    run = emulated(tmp_path, WARPS=4, WIDE=wide).run_plan
+def test_plan(wide: int) -> None:
+    run = on_cpu(WARPS=4, WIDE=wide).run_plan
     for tokens, top_k, experts, held, block in (
         (1, 8, 384, range(384), 8),
         (3, 8, 384, range(192, 384), 8),
@@ -64,14 +49,13 @@ def test_plan(wide: int, tmp_path: Path) -> None:
         same(plan, plan_reference(ids, held, block))
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_under_the_interpreter starts")
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("experts", "top_k", "softmax", "normalise", "held"),
     [(384, 8, False, True, range(100, 300)), (20, 3, True, False, range(20))],
 )
-def test_route_plan(experts: int, top_k: int, softmax: bool, normalise: bool, held: range, tmp_path: Path) -> None:
-    run = emulated(
-        tmp_path,
+def test_route_plan(experts: int, top_k: int, softmax: bool, normalise: bool, held: range) -> None:
+    run = on_cpu(
         WARPS=4,
         WIDE=0,
         EXPERTS=experts,
@@ -105,9 +89,8 @@ def test_route_plan(experts: int, top_k: int, softmax: bool, normalise: bool, he
             same(plan, plan_reference(ids, held, 8))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
-def test_route_plan_breaks_ties_by_id(tmp_path: Path) -> None:
-    run = emulated(tmp_path, WARPS=1, WIDE=0, EXPERTS=40, TOP_K=4, SOFTMAX=0, NORMALISE=1).run_route_plan
+def test_route_plan_breaks_ties_by_id() -> None:
+    run = on_cpu(WARPS=1, WIDE=0, EXPERTS=40, TOP_K=4, SOFTMAX=0, NORMALISE=1).run_route_plan
     logits, pads = torch.zeros(1, 40), None
     weights, ids = torch.empty(1, 4), torch.empty(1, 4, dtype=torch.int32)
     plan = _empty_plan(4, 40, 8, CPU)

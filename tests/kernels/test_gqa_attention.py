@@ -8,19 +8,10 @@ import torch.nn.functional as F
 
 from headrace.kernels.attention_tiles import SHARED_SM90, SHARED_SM120, decode_splits, gqa_tiles, least_part, padded
 from headrace.kernels.gqa_attention import gqa_decode, gqa_kernel, gqa_prefill, gqa_reference
-from tests.kernels.interpreted import interpreting, rerun
 from tests.kernels.paged_rows import Rows, error, make_rows, poison
-
-INTERPRETED = interpreting()
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_under_the_interpreter starts")
 
 DECODE = [(3, 0, 1), (-1, 5, 1), (0, 70, 1), (7, 63, 1)]
 MIXED = [(3, 0, 1), (-1, 5, 2), (0, 40, 9), (7, 0, 18), (1, 64, 1)]
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
-def test_under_the_interpreter() -> None:
-    rerun(__file__)
 
 
 def inputs(rows: Rows, heads: int, kv_heads: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,7 +46,7 @@ def test_decode_is_prefill_of_one() -> None:
     assert not one[rows.padding].any()
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("size", "heads", "kv_heads", "dim", "splits", "least", "decode"),
     [
@@ -78,17 +69,17 @@ def test_rows_of_any_kind(
     assert not got[rows.padding].any()
 
 
-@pytest.mark.parametrize("limit", [SHARED_SM90, SHARED_SM120])
-@pytest.mark.parametrize("element", [2, 4])
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("limit", "element", "widest"), [(SHARED_SM90, 2, 256), (SHARED_SM90, 4, 256),
+                                                          (SHARED_SM120, 2, 256), (SHARED_SM120, 4, 128)])  # fmt: skip
 @pytest.mark.parametrize("queries", [1, 8, 24, 64, 4096])
-def test_tiles_fit_the_device(limit: int, element: int, dim: int, queries: int) -> None:
-    if (element, dim, limit) == (4, 256, SHARED_SM120):
-        pytest.skip("float32 is for tests")
-    tiles = gqa_tiles(limit, queries, dim, element)
-    wide = padded(dim)
-    assert tiles.shared_bytes(wide, 2 * wide, element) <= limit
-    assert tiles.block_m <= max(16, padded(queries))
+def test_tiles_fit_the_device(limit: int, element: int, widest: int, queries: int) -> None:
+    for dim in (64, 80, 96, 128, 256):
+        if dim > widest:
+            break
+        tiles = gqa_tiles(limit, queries, dim, element)
+        wide = padded(dim)
+        assert tiles.shared_bytes(wide, 2 * wide, element) <= limit
+        assert tiles.block_m <= max(16, padded(queries))
 
 
 def test_a_few_long_rows_fill_the_device() -> None:
@@ -106,7 +97,7 @@ def test_parts_grow_with_the_rows() -> None:
     assert least_part(1, 1) == 512
 
 
-@interpreted
+@pytest.mark.interpreted
 def test_single_tokens_and_chunks_fill_one_output() -> None:
     torch.manual_seed(0)
     rows = make_rows(MIXED, 16)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +22,7 @@ from headrace.kernels.int4_experts import (
     unpack_fragments,
 )
 from headrace.weights.formats import dequantise, unpack_int4
+from tests.kernels.emulated import emulated, needs_compiler
 
 
 @dataclass(frozen=True)
@@ -143,22 +141,7 @@ def test_every_shape_has_a_tile() -> None:
     assert tile_for(True, 7168, 4096, 16).nb == 2
 
 
-COMPILER = shutil.which("g++") or shutil.which("clang++")
-
-
-def emulated(macros: tuple[tuple[str, int], ...], folder: Path) -> ctypes.CDLL:
-    assert COMPILER is not None
-    library = folder / "kernel.so"
-    source = Path(__file__).with_name("int4_experts_emulated.cpp")
-    options = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", f'-DSOURCE="{SOURCE}"']
-    options += [f"-D{name}={value}" for name, value in macros]
-    subprocess.run([COMPILER, *options, str(source), "-o", str(library)], check=True, timeout=120)
-    return ctypes.CDLL(str(library))
-
-
-def emulate(
-    folder: Path, x: torch.Tensor, plan: Blocks, stack: Fragments, tile: Tile, grid: int, *, gated: bool
-) -> torch.Tensor:
+def emulate(x: torch.Tensor, plan: Blocks, stack: Fragments, tile: Tile, grid: int, *, gated: bool) -> torch.Tensor:
     """What the kernel writes, over NaN; its loads stay inside and on their alignment, and every weight is read once."""
     steps = stack.columns // 64
     width = stack.rows // (2 if gated else 1)
@@ -171,7 +154,7 @@ def emulate(
     def sized(tensor: torch.Tensor) -> tuple[ctypes.c_void_p, ctypes.c_long]:
         return memory(tensor), ctypes.c_long(tensor.numel() * tensor.element_size())
 
-    bad = emulated(tile.macros(gated, steps), folder).emulate(
+    bad = emulated("int4_experts_emulated.cpp", SOURCE, tile.macros(gated, steps)).emulate(
         grid, *sized(x), *sized(stack.words), *sized(stack.scales), memory(out), memory(plan.rows),
         *(memory(t) for t in (plan.block_expert, plan.block_first, plan.block_count, plan.num_blocks)),
         width // 16, steps, plan.rows.shape[0] // x.shape[0], ctypes.byref(loads),
@@ -186,19 +169,19 @@ def emulate(
 EMULATED_TILES = [
     (True, Tile(), 128 * 8, 32, None),
     (True, Tile(ks=4, wr=2, pf=2, order=1), 64 * 11, 48, 5),
-    (True, Tile(ks=2, wr=1, rb=2, pf=4, chunk=1, subtract=0), 64 * 9, 48, 4),
+    (True, Tile(ks=2, wr=1, rb=2, pf=4), 64 * 9, 48, 4),
     (True, Tile(ks=8, wr=4, pf=2), 64 * 3, 48, 2),
-    (True, Tile(ks=1, wr=4, pf=2, ahead=1), 64, 16, None),
+    (True, Tile(ks=1, wr=4, pf=2), 64, 16, None),
     (False, Tile(), 64 * 16, 64, 3),
-    (False, Tile(ks=2, wr=2, pf=4, ahead=1, order=1), 64 * 13, 80, 3),
-    (False, Tile(ks=2, wr=2, rb=2, pf=2, nb=2, chunk=1), 64 * 10, 80, 2),
-    (False, Tile(ks=1, wr=4, pf=2, subtract=0), 64, 16, None),
+    (False, Tile(ks=2, wr=2, pf=4, order=1), 64 * 13, 80, 3),
+    (False, Tile(ks=2, wr=2, rb=2, pf=2, nb=2, order=1), 64 * 10, 80, 2),
+    (False, Tile(ks=1, wr=4, pf=2), 64, 16, None),
 ]
 
 
-@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize(("gated", "tile", "columns", "width", "grid"), EMULATED_TILES)
-def test_source_on_a_cpu(tmp_path: Path, gated: bool, tile: Tile, columns: int, width: int, grid: int | None) -> None:
+def test_source_on_a_cpu(gated: bool, tile: Tile, columns: int, width: int, grid: int | None) -> None:
     generator = torch.Generator().manual_seed(columns)
     held, tokens = range(1, 4), 13
     # Expert 2 takes one choice of every token: more than a block of 8, fewer than one of 16.
@@ -210,7 +193,7 @@ def test_source_on_a_cpu(tmp_path: Path, gated: bool, tile: Tile, columns: int, 
     stack = Fragments(*repack(packed, scale))
     x = torch.randn(tokens if gated else ids.numel(), columns, generator=generator).bfloat16()
     everything = tile.items(gated, stack.rows, plan.block_expert.shape[0])
-    got = emulate(tmp_path, x, plan, stack, tile, grid or everything, gated=gated)
+    got = emulate(x, plan, stack, tile, grid or everything, gated=gated)
     want = expected(x, ids, held, matrices, gated=gated)
     assert torch.equal(got.isnan(), want.isnan())
     chosen = ~want.isnan()

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,20 +23,12 @@ from headrace.kernels.mla_attention import (
     mla_prefill_expanded,
     mla_reference,
 )
-from tests.kernels.interpreted import ROOT, interpreting, rerun
 from tests.kernels.paged_rows import error, make_rows, poison
 from tests.kernels.test_gqa_attention import DECODE, MIXED
 
-INTERPRETED = interpreting()
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_under_the_interpreter starts")
-compiled = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in this process")
+ROOT = Path(__file__).parents[2]
 
 COUNTS, LENGTHS, OFFSETS, BASES = ([1, 3, 40], [40, 3, 50], [0, 1, 4], [5, 80, 120])
-
-
-@compiled
-def test_under_the_interpreter() -> None:
-    rerun(__file__)
 
 
 def test_decode_is_prefill_of_one() -> None:
@@ -73,7 +66,7 @@ def test_expanded_is_latent_with_the_weights_multiplied_out() -> None:
     torch.testing.assert_close(got, through)
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("size", "heads", "dim", "value", "splits", "least", "decode"),
     [
@@ -97,7 +90,7 @@ def test_rows_of_any_kind(size: int, heads: int, dim: int, value: int, splits: i
     assert not got[rows.padding].any()
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize("narrow", [0, 1024])
 def test_parts_are_merged_by_their_mass(narrow: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_tiles, "MERGE_NARROW", narrow)
@@ -118,7 +111,7 @@ def test_parts_are_merged_by_their_mass(narrow: int, monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(out, expected)
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize(("heads", "nope", "rope", "value"), [(2, 32, 16, 32), (1, 24, 8, 40)])
 def test_expanded_rows(heads: int, nope: int, rope: int, value: int) -> None:
     torch.manual_seed(nope)
@@ -141,7 +134,6 @@ def test_tiles_fit_the_device() -> None:
     assert latent_tiles(SHARED_SM120, 4, 48, 32, 4).block_m == 16
 
 
-@compiled
 def test_compiled_shared_memory_is_what_the_tiles_say() -> None:
     pytest.importorskip("triton")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -12,15 +12,6 @@ from headrace.kernels.dispatch import ExpertPlan, max_blocks, plan_experts, rout
 from headrace.kernels.experts import grouped_experts
 from headrace.kernels.routing import UniformRouting, launch_route, route_sigmoid, route_softmax
 from headrace.weights.formats import quantise
-from tests.kernels.interpreted import interpreting, rerun
-
-INTERPRETED = interpreting()
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_under_the_interpreter starts")
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
-def test_under_the_interpreter() -> None:
-    rerun(__file__)
 
 
 class Matrices:
@@ -35,7 +26,7 @@ def choices(tokens: int, experts: int, top_k: int) -> torch.Tensor:
     return torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)])
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("experts", "top_k", "groups", "opened", "biased"),
     [(16, 4, 1, 1, True), (24, 3, 1, 1, False), (24, 4, 3, 2, True), (64, 8, 8, 4, True), (384, 8, 1, 1, True)],
@@ -63,7 +54,7 @@ def test_route_sigmoid(experts: int, top_k: int, groups: int, opened: int, biase
     assert (ids[1] == -1).all() and (weights[1] == 0).all()
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize("normalise", [True, False])
 def test_route_softmax(normalise: bool) -> None:
     logits = torch.randn(6, 20)
@@ -73,7 +64,7 @@ def test_route_softmax(normalise: bool) -> None:
     torch.testing.assert_close(got_weights, weights)
 
 
-@interpreted
+@pytest.mark.interpreted
 def test_ties_go_to_the_lowest_id_and_nan_stays_in_range() -> None:
     logits = torch.zeros(2, 20)
     logits[1] = float("nan")
@@ -107,7 +98,7 @@ def test_uniform_routing_of_the_reference() -> None:
     assert not torch.equal(first, chosen(0))
 
 
-@interpreted
+@pytest.mark.interpreted
 def test_uniform_routing() -> None:
     logits, counter = torch.randn(24, 12), torch.tensor([2**40])
 
@@ -167,7 +158,7 @@ def test_route_and_plan_is_both() -> None:
     check_plan(plan, ids, range(4, 12))
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize("shared", [True, False])
 def test_combine_reads_nothing_that_is_not_held(shared: bool) -> None:
     ids = choices(6, 8, 3)
@@ -181,7 +172,7 @@ def test_combine_reads_nothing_that_is_not_held(shared: bool) -> None:
     torch.testing.assert_close(launch_combine(y, weights, ids.int(), held, extra, block=32), expected)
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize("int4", [False, True])
 @pytest.mark.parametrize(("tokens", "block", "hidden", "width"), [(5, 4, 96, 32), (12, 16, 64, 96)])
 def test_grouped_products(int4: bool, tokens: int, block: int, hidden: int, width: int) -> None:

@@ -8,15 +8,6 @@ import torch
 from headrace.kernels.argmax import argmax, argmax_reference, launch_argmax
 from headrace.kernels.sampling import launch_sample, sample
 from headrace.worker.sampler import draw, truncate
-from tests.kernels.interpreted import interpreting, rerun
-
-INTERPRETED = interpreting()
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_under_the_interpreter starts")
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
-def test_under_the_interpreter() -> None:
-    rerun(__file__)
 
 
 def knobs(rows: int) -> tuple[torch.Tensor, ...]:
@@ -78,7 +69,7 @@ def test_sample_is_the_samplers_choice(rounded: bool) -> None:
     assert int((draw(probs, noise[drawn]) != tokens[drawn]).sum()) <= 1
 
 
-@interpreted
+@pytest.mark.interpreted
 def test_argmax_kernels() -> None:
     logits = spoilt(8, 50)
     tokens, sound = launch_argmax(logits, chunk=16)
@@ -86,7 +77,7 @@ def test_argmax_kernels() -> None:
     assert torch.equal(tokens, expected) and torch.equal(sound, expected_sound)
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize(("room", "rounded"), [(16, False), (64, True), (4, False)])
 def test_sample_kernels(room: int, rounded: bool) -> None:
     """With room for some, all or hardly any of the weights that are gathered apart."""

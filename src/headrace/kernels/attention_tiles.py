@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 
+from headrace.kernels.device import limits
 from headrace.kernels.jit import jit, tl, triton
 
 SHARED_SM90 = 232448
@@ -92,19 +92,14 @@ def expanded_tiles(shared_limit: int, dim: int, value_dim: int, element: int) ->
     return _first(_EXPANDED, shared_limit, wide, wide + padded(value_dim), element)
 
 
-@cache
 def shared_limit(device: torch.device) -> int:
     """Bytes of shared memory that one block may have."""
-    if device.type != "cuda":
-        return SHARED_SM120
-    properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)
+    return limits(device).smem if device.type == "cuda" else SHARED_SM120
 
 
-@cache
 def num_sms(device: torch.device) -> int:
     """Multiprocessors of the device."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
+    return limits(device).multiprocessors if device.type == "cuda" else 1
 
 
 @cache

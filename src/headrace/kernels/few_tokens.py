@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace.kernels import nvrtc
+from headrace.kernels.device import limits
 
 SOURCE = Path(__file__).with_suffix(".cu")
 UNIT = 64
@@ -95,10 +96,9 @@ def choose_tiles(tokens: int, out: int, inner: int, clusters: bool = True) -> Ti
     return tiles if tiles is None or clusters else tiles._replace(cluster=1)
 
 
-@cache
-def has_clusters(device_index: int) -> bool:
+def has_clusters(device: torch.device) -> bool:
     """Whether CTAs of a device can read each other's shared memory."""
-    return torch.cuda.get_device_capability(device_index) >= (9, 0)
+    return limits(device).capability >= (9, 0)
 
 
 def product(
@@ -106,7 +106,7 @@ def product(
 ) -> torch.Tensor:
     """x W^T (+ bias) of bf16 on CUDA, by whichever form is faster; `out_dtype` is bfloat16 or float32 (no bias)."""
     if x_TI.ndim == 2 and fits(x_TI, weight_OI):
-        tiles = choose_tiles(x_TI.shape[0], *weight_OI.shape, has_clusters(x_TI.device.index))
+        tiles = choose_tiles(x_TI.shape[0], *weight_OI.shape, has_clusters(x_TI.device))
         if tiles is not None:
             return few_tokens(x_TI, weight_OI, bias_O, tiles, out_dtype)
     if out_dtype == x_TI.dtype:

@@ -8,11 +8,11 @@ In the kernel N weight rows are the product's M and a block of tokens its N, so 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
 from headrace.kernels.activation import silu_mul
+from headrace.kernels.device import limits
 from headrace.kernels.dispatch import ExpertPlan
 from headrace.kernels.jit import jit, tl, triton
 from headrace.weights.formats import dequantise
@@ -64,12 +64,6 @@ def tile_for(block: int, gated: bool, int4: bool, smem: int) -> Tile:
         if tile.smem(max(16, block), matrices, 4 if int4 else 16) <= smem * 7 // 8:
             return tile
     return tiles[-1]
-
-
-@cache
-def smem_limit(index: int) -> int:
-    """Shared memory that one block may have on a CUDA device."""
-    return int(torch.cuda.get_device_properties(index).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 def gate_up(x_TD: torch.Tensor, plan: ExpertPlan, weight_XOD: torch.Tensor) -> torch.Tensor:
@@ -225,7 +219,7 @@ def launch_grouped(
         return out
     assert num_pairs % x.shape[0] == 0 and (gated or num_pairs == x.shape[0]), (num_pairs, x.shape)
     if tile is None:
-        tile = tile_for(plan.block, gated, int4, smem_limit(x.device.index) if x.is_cuda else 232448)
+        tile = tile_for(plan.block, gated, int4, limits(x.device).smem if x.is_cuda else 232448)
     tiles = triton.cdiv(width, tile.rows)
     _grouped_kernel[(triton.cdiv(plan.max_blocks, band) * band * tiles,)](
         x,

@@ -3,16 +3,14 @@
 // Weights are the A operand of mma.m16n8k16 (16 rows), tokens are B (8 columns). Weights lie in fragment order
 // (int4_experts.py: repack), so that they go from global memory to registers, 16 bytes a lane for 16 rows x 64 columns.
 // The product runs on unscaled integers, exact in bf16: a stored nibble becomes 128 + n = 136 + q with one shift and
-// one logic operation, and 136 leaves again by a subtraction (SUBTRACT) or as -136 times the sum of x, which is one
-// more product. A finished group of 32 columns is multiplied by its scale in float32.
+// one logic operation, less 136. A finished group of 32 columns is multiplied by its scale in float32.
 //
-// Work is a list of items: one block of tokens of one expert x one tile of rows. A CTA takes every gridDim.x-th item,
-// or a run of them (CHUNK); while it finishes one, the weights of the next are already under way.
+// Work is a list of items: one block of tokens of one expert x one tile of rows. A CTA takes every gridDim.x-th item;
+// while it finishes one, the weights of the next are already under way.
 //
 // GATED  1: rows are gate, then up; a CTA holds both halves of what it writes
 // KS     warps that share the columns     WR  warps side by side over rows     RB  blocks of 16 rows a warp
 // PF     steps of 64 columns kept in flight     NB  blocks of 8 tokens an item     MINB  CTAs a multiprocessor
-// SUBTRACT  see above     AHEAD  1: x is read one step early
 // EVEN   1: every warp's steps are a multiple of PF
 // ORDER  0: consecutive items are tiles of one block of tokens; 1: blocks of tokens at one tile
 
@@ -37,17 +35,8 @@
 #ifndef EVEN
 #define EVEN 0
 #endif
-#ifndef SUBTRACT
-#define SUBTRACT 1
-#endif
-#ifndef AHEAD
-#define AHEAD 0
-#endif
 #ifndef MINB
 #define MINB 4
-#endif
-#ifndef CHUNK
-#define CHUNK 0
 #endif
 #ifndef ORDER
 #define ORDER 0
@@ -60,7 +49,6 @@ typedef unsigned long long u64;
 constexpr int UNITS = WR * RB;                        // row blocks that a CTA multiplies
 constexpr int TILE = GATED ? UNITS / 2 : UNITS;       // row blocks that it writes
 constexpr int THREADS = 32 * KS * WR;
-static_assert(!AHEAD || PF % 2 == 0, "two sets of columns take turns");
 static_assert(!GATED || UNITS % 2 == 0, "gate and up go together");
 
 #ifndef EMULATED  // a test runs this file on a CPU, with these instructions in C++
@@ -90,11 +78,11 @@ __device__ __forceinline__ int load_index(const int* p) {
     return v;
 }
 
-// Two bf16 values 128 + stored = 136 + q, as (word & 0x000F000F) | 0x43004300, or q itself (SUBTRACT): both exact.
+// Two bf16 values q: 128 + stored = 136 + q, as (word & 0x000F000F) | 0x43004300, less 136; all exact.
 __device__ __forceinline__ u32 two(u32 word) {
     u32 v;
     asm("lop3.b32 %0, %1, 0x000F000F, 0x43004300, 0xEA;" : "=r"(v) : "r"(word));
-    if (SUBTRACT) asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(v) : "r"(0x3F803F80u), "r"(0xC308C308u));
+    asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(v) : "r"(0x3F803F80u), "r"(0xC308C308u));
     return v;
 }
 
@@ -102,13 +90,6 @@ __device__ __forceinline__ u32 two(u32 word) {
 __device__ __forceinline__ int thread() {
     int v;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(v));
-    return v;
-}
-
-// A register that the compiler does not make anew at each use.
-__device__ __forceinline__ u32 held(u32 value) {
-    u32 v;
-    asm volatile("mov.b32 %0, %1;" : "=r"(v) : "r"(value));
     return v;
 }
 
@@ -225,9 +206,9 @@ __device__ __forceinline__ void read_tokens(Columns& v, const u16* const (&token
 
 // One group of 32 columns: words w0, w1 of a lane are two k16 steps; x holds the same columns of its token.
 __device__ __forceinline__ void group(
-    float (&acc)[4], const float (&start)[4], u32 w0, u32 w1, const uint4& x, float low_rows, float high_rows
+    float (&acc)[4], u32 w0, u32 w1, const uint4& x, float low_rows, float high_rows
 ) {
-    float c[4] = {start[0], start[1], start[2], start[3]};
+    float c[4] = {};
     mma(c, two(w0), two(w0 >> 4), two(w0 >> 8), two(w0 >> 12), x.x, x.y);
     mma(c, two(w1), two(w1 >> 4), two(w1 >> 8), two(w1 >> 12), x.z, x.w);
     acc[0] += low_rows * c[0];
@@ -236,29 +217,18 @@ __device__ __forceinline__ void group(
     acc[3] += high_rows * c[3];
 }
 
-// What a group's sum begins with: -136 times the sum of the token's 32 columns; nothing where `two` subtracts 136.
-__device__ __forceinline__ void offset(float (&c)[4], const uint4& x, const u32 (&minus_136)[4]) {
-    c[0] = c[1] = c[2] = c[3] = 0.f;
-    if (SUBTRACT) return;
-    mma(c, minus_136[0], minus_136[1], minus_136[2], minus_136[3], x.x, x.y);
-    mma(c, minus_136[0], minus_136[1], minus_136[2], minus_136[3], x.z, x.w);
-}
-
 // 64 columns of all row blocks of a warp.
 __device__ __forceinline__ void multiply(
-    float (&acc)[RB][NB][4], const uint4 (&w)[RB], const uint2 (&s)[RB], const Columns& x, const u32 (&minus_136)[4]
+    float (&acc)[RB][NB][4], const uint4 (&w)[RB], const uint2 (&s)[RB], const Columns& x
 ) {
 #pragma unroll
     for (int b = 0; b < NB; b++) {
-        float start[4];
-        offset(start, x.group[b][0], minus_136);
 #pragma unroll
         for (int r = 0; r < RB; r++)
-            group(acc[r][b], start, w[r].x, w[r].y, x.group[b][0], as_float(s[r].x << 16), as_float(s[r].y << 16));
-        offset(start, x.group[b][1], minus_136);
+            group(acc[r][b], w[r].x, w[r].y, x.group[b][0], as_float(s[r].x << 16), as_float(s[r].y << 16));
 #pragma unroll
         for (int r = 0; r < RB; r++)
-            group(acc[r][b], start, w[r].z, w[r].w, x.group[b][1],
+            group(acc[r][b], w[r].z, w[r].w, x.group[b][1],
                   as_float(s[r].x & 0xFFFF0000u), as_float(s[r].y & 0xFFFF0000u));
     }
 }
@@ -316,10 +286,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) int4_experts(
     const Plan plan = {rows, block_expert, block_first, block_count, load_index(num_blocks), tiles};
     const Stack stack = {weights, scales, written, k64};
     const u64 items = u64(plan.blocks) * tiles;
-    int index = CHUNK ? int(items * blockIdx.x / gridDim.x) : int(blockIdx.x);
-    const int stop = CHUNK ? int(items * (blockIdx.x + 1) / gridDim.x) : int(items);
-    const int stride = CHUNK ? 1 : int(gridDim.x);
-    if ((CHUNK || ORDER) && index >= stop) {
+    int index = int(blockIdx.x);
+    const int stop = int(items), stride = int(gridDim.x);
+    if (ORDER && index >= stop) {
         wait_for_inputs();  // else this kernel could be over before the one it follows
         return;
     }
@@ -342,9 +311,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) int4_experts(
         if (p < steps) fetch(w[p], s[p], stream, p);
     if (!GATED) wait_for_inputs();
     tokens_of(row, plan, first_item, share);
-    u32 minus_136[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) minus_136[i] = SUBTRACT ? 0 : held(0xC308C308u);
 
     const int padded = (steps + PF - 1) / PF * PF;
     for (int turn = 0;; turn ^= 1) {
@@ -353,8 +319,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) int4_experts(
         for (int b = 0; b < NB; b++)
             token[b] = row[b] < 0 ? nullptr : x + (u64(row[b]) * k64 + first_step) * 64 + column;
         float acc[RB][NB][4] = {};
-        Columns columns[AHEAD + 1] = {};
-        if (AHEAD && steps > 0) read_tokens(columns[0], token, 0);
+        Columns columns = {};
         const bool more = index + stride < stop;
         for (int step = 0; step < padded; step += PF) {
             const bool last = step + PF >= padded;
@@ -366,10 +331,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) int4_experts(
             const int left = steps - step, coming = !last ? left - PF : more ? steps : 0;
 #pragma unroll
             for (int p = 0; p < PF; p++) {
-                Columns& now = columns[AHEAD ? p % 2 : 0];
-                if (!AHEAD && (EVEN || p < left)) read_tokens(now, token, p);
-                if (AHEAD && p + 1 < left) read_tokens(columns[(p + 1) % 2], token, p + 1);
-                if (EVEN || p < left) multiply(acc, w[p], s[p], now, minus_136);
+                if (EVEN || p < left) read_tokens(columns, token, p);
+                if (EVEN || p < left) multiply(acc, w[p], s[p], columns);
                 if (EVEN ? coming > 0 : p < coming) fetch(w[p], s[p], stream, p + PF);
             }
 #pragma unroll

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace.kernels.activation import silu_mul
+from headrace.kernels.device import limits
 from headrace.kernels.nvrtc import Kernel, defined, kernel
 from headrace.weights.formats import dequantise
 
@@ -150,10 +151,7 @@ class Tile:
     pf: int = 4
     minb: int = 4
     nb: int = 1
-    chunk: int = 0
     order: int = 0
-    subtract: int = 1
-    ahead: int = 0
     waves: int = 0
     """CTAs launched: this many times what the device holds at once, each taking several items; 0: one an item."""
 
@@ -268,7 +266,7 @@ def product_cuda(
     assert out_PO.shape == (pairs, width) and out_PO.dtype == x_RK.dtype and out_PO.is_contiguous()
     grid = tile.items(gated, stack.rows, plan.block_expert.shape[0])
     if tile.waves:
-        grid = min(grid, (_multiprocessors(x_RK.device) - stack.reserve) * tile.minb * tile.waves)
+        grid = min(grid, (limits(x_RK.device).multiprocessors - stack.reserve) * tile.minb * tile.waves)
     steps = columns // COLUMNS
     args = (x_RK, stack.words, stack.scales, out_PO, plan.rows, plan.block_expert, plan.block_first, plan.block_count)
     launch = _compiled(tile, gated, steps, x_RK.device.index)
@@ -291,8 +289,3 @@ def _share(x_RK: torch.Tensor, plan: Plan) -> int:
 @cache
 def _compiled(tile: Tile, gated: bool, steps: int, device_index: int) -> Kernel:
     return kernel(SOURCE, "int4_experts", tile.macros(gated, steps), device_index)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from headrace.kernels.device import limits as limits
 from headrace.kernels.int4_experts import COLUMNS, ROWS, Fragments, Plan, fits, product_reference
 from headrace.kernels.nvrtc import Kernel, defined, kernel
 
@@ -87,7 +88,7 @@ def tile_for(capability: tuple[int, int], smem: int, block: int) -> Tile | None:
 
 def block_for(pairs_each: float, device: torch.device) -> int:
     """Most pairs of a block where an expert has `pairs_each` on average."""
-    return WIDE_BLOCK if pairs_each >= _WIDE_FROM and limits(device)[0] == (9, 0) else BLOCK
+    return WIDE_BLOCK if pairs_each >= _WIDE_FROM and limits(device).capability == (9, 0) else BLOCK
 
 
 def gate_up(x_TD: torch.Tensor, plan: Plan, stack: Fragments) -> torch.Tensor:
@@ -106,8 +107,8 @@ def down(inner_PI: torch.Tensor, plan: Plan, stack: Fragments) -> torch.Tensor:
 
 def _product(x_RK: torch.Tensor, plan: Plan, stack: Fragments, *, gated: bool) -> torch.Tensor:
     if x_RK.is_cuda and x_RK.dtype == torch.bfloat16:
-        capability, smem, _ = limits(x_RK.device)
-        tile = tile_for(capability, smem, plan.block)
+        device = limits(x_RK.device)
+        tile = tile_for(device.capability, device.smem, plan.block)
         if tile is not None:
             return product_cuda(x_RK, plan, stack, tile, gated=gated)
     return product_reference(x_RK, plan, stack, gated=gated)
@@ -131,7 +132,7 @@ def product_cuda(x_RK: torch.Tensor, plan: Plan, stack: Fragments, tile: Tile, *
     tiles = tile.tiles(gated, stack.rows)
     grid = plan.block_expert.shape[0] * tiles
     if tile.hopper:  # every CTA takes several items
-        grid = min(grid, limits(x_RK.device)[2])
+        grid = min(grid, limits(x_RK.device).multiprocessors)
     tensors = (x_RK, stack.words, stack.scales, out_PO, plan.rows, plan.block_expert, plan.block_first)
     sizes = (choices, width // ROWS, columns // COLUMNS, tiles)
     launch = _compiled(tile, gated, x_RK.device.index)
@@ -142,12 +143,3 @@ def product_cuda(x_RK: torch.Tensor, plan: Plan, stack: Fragments, tile: Tile, *
 @cache
 def _compiled(tile: Tile, gated: bool, device_index: int) -> Kernel:
     return kernel(SOURCE, "int4_prefill", tile.macros(gated), device_index)
-
-
-@cache
-def limits(device: torch.device) -> tuple[tuple[int, int], int, int]:
-    """Compute capability, shared memory that a CTA may have, multiprocessors."""
-    properties = torch.cuda.get_device_properties(device)
-    capability = (properties.major, properties.minor)
-    smem = getattr(properties, "shared_memory_per_block_optin", 232_448 if capability[0] in (9, 10) else 101_376)
-    return capability, int(smem), int(properties.multi_processor_count)

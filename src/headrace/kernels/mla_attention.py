@@ -263,7 +263,7 @@ def mla_kernel(
     }  # fmt: skip
     shape |= {"BLOCK_M": block_m, "BLOCK_N": block_n}
     if hopper:
-        mla_hopper.latent_sm90[grid](*arguments, **shape, EARLY=mla_hopper.EARLY, num_warps=mla_hopper.NUM_WARPS)
+        mla_hopper.latent_sm90[grid](*arguments, **shape, num_warps=mla_hopper.NUM_WARPS)
     else:
         _latent[grid](
             *arguments, **shape, BLOCK_V=padded(value_dim), BLOCK_R=padded(dim - value_dim),

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from headrace.kernels.device import limits
+
 try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
@@ -34,18 +36,13 @@ except ImportError:  # an older Triton, or none: the portable kernel runs
 BLOCK_M = 64
 BLOCK_N = 64
 NUM_WARPS = 8
-EARLY = False
-"""Whether the next tile is asked for before this one's scores are computed: sooner, but the products wait for it.
-
-On an H200 the later copy is faster by 1 to 10% at every number of rows and length.
-"""
 
 
 def supports(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> bool:
     """Whether `latent_sm90` takes these queries: the published shape, on the architecture it is written for."""
     if not (AVAILABLE and device.type == "cuda" and dtype == torch.bfloat16 and (dim, value_dim) == (576, 512)):
         return False
-    return torch.cuda.get_device_capability(device)[0] == 9
+    return limits(device).capability[0] == 9
 
 
 @jit
@@ -86,7 +83,7 @@ def _context(  # type: ignore[no-untyped-def]
 def _attend(  # type: ignore[no-untyped-def]
     q_V, q_R, kv_V, kv_R, p_MN, cache, table, page, lo, hi, end, n, v, r, scale_log2,
     V: gl.constexpr, C: gl.constexpr, S: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    EARLY: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr,
+    SCORES: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
     """The tiles of [lo, hi), the first of which is on its way: (sum of weighted values, mass, maximum)."""
     columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))[None, :]
@@ -103,11 +100,9 @@ def _attend(  # type: ignore[no-untyped-def]
         held, s = warpgroup_mma_wait(0, deps=(acc, s))  # the step before is done with the other buffer
         pos = first + BLOCK_N + n
         kept = cache + (page.to(gl.int64) * S + pos % S)[:, None] * C
-        if EARLY:
-            _copy(kv_V, kv_R, 1 - buffer, kept, v, r, (pos < hi)[:, None])
         s = warpgroup_mma(q_V, k_NV.permute((1, 0)), s, is_async=True)
-        if not EARLY:
-            _copy(kv_V, kv_R, 1 - buffer, kept, v, r, (pos < hi)[:, None])
+        # Asked for earlier it would come sooner, but these products would wait for it: up to 9% slower.
+        _copy(kv_V, kv_R, 1 - buffer, kept, v, r, (pos < hi)[:, None])
         page = gl.load(table + (pos + BLOCK_N) // S, mask=pos + BLOCK_N < hi, other=0)
         s = warpgroup_mma_wait(0, deps=(s,))
         s = gl.where(first + columns <= end, s * scale_log2, -float("inf"))
@@ -129,7 +124,7 @@ def latent_sm90(  # type: ignore[no-untyped-def]
     q, cache, out, partial, lse, row_slot, row_start, row_count, row_offset, page_table, table_stride, num_splits,
     least, most_tokens, scale_log2,
     H: gl.constexpr, V: gl.constexpr, C: gl.constexpr, S: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    CHUNKS: gl.constexpr, SPLIT: gl.constexpr, EARLY: gl.constexpr,
+    CHUNKS: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """As `_latent` of the portable kernel, which says what the arguments are."""
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
@@ -181,7 +176,7 @@ def latent_sm90(  # type: ignore[no-untyped-def]
     end = gl.minimum(start + pairs // H, hi - 1)[:, None]  # the last position that each pair sees
     acc, mass, top = _attend(
         q_V, q_R, kv_V, kv_R, p_MN, cache, table, page, lo, hi, end, n, v, r, scale_log2,
-        V, C, S, BLOCK_M, BLOCK_N, EARLY, SCORES, VALUES,
+        V, C, S, BLOCK_M, BLOCK_N, SCORES, VALUES,
     )  # fmt: skip
     total = gl.where(mass > 0, mass, 1.0)
     result = acc / gl.convert_layout(total, gl.SliceLayout(1, VALUES))[:, None]

@@ -10,7 +10,7 @@ import ctypes
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from headrace.errors import Fault
+from headrace.kernels.device import limits
+from headrace.kernels.driver import check, driver, nvrtc
 
 DEFAULT_SMEM = 48 << 10
 """Dynamic shared memory that a block may have without asking."""
@@ -26,11 +28,11 @@ DEFAULT_SMEM = 48 << 10
 class Kernel:
     """One compiled `extern "C"` function on one device."""
 
-    def __init__(self, function: Any, name: str, driver: Any) -> None:
-        self._function, self._name, self._driver = function, name, driver
+    def __init__(self, function: Any, name: str) -> None:
+        self._function, self._name, self._driver = function, name, driver()
         self._smem = DEFAULT_SMEM
-        self._early = driver.CUlaunchAttribute()
-        self._early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        self._early = self._driver.CUlaunchAttribute()
+        self._early.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         self._early.value.programmaticStreamSerializationAllowed = 1
 
     def __call__(
@@ -51,7 +53,7 @@ class Kernel:
             return
         if smem > self._smem:
             attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _check(self._driver.cuFuncSetAttribute(self._function, attribute, smem), self._name)
+            check(self._driver.cuFuncSetAttribute(self._function, attribute, smem), self._name)
             self._smem = smem
         values: list[int | float] = []
         kinds: list[type[Any]] = []
@@ -68,32 +70,29 @@ class Kernel:
             else:
                 values.append(arg)
                 kinds.append(ctypes.c_float)
-        driver = self._driver
-        config = driver.CUlaunchConfig()
+        config = self._driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
         config.sharedMemBytes, config.hStream = smem, torch.cuda.current_stream().cuda_stream
         if early:
             config.attrs, config.numAttrs = [self._early], 1
-        _check(driver.cuLaunchKernelEx(config, self._function, (tuple(values), tuple(kinds)), 0), self._name)
+        check(self._driver.cuLaunchKernelEx(config, self._function, (tuple(values), tuple(kinds)), 0), self._name)
 
 
 @cache
 def kernel(source: Path, name: str, defines: tuple[tuple[str, int], ...], device_index: int) -> Kernel:
     """The function `name` of a source file with these macros, for one device; compiled, or taken from the cache.
 
-    Raises Fault with the compiler's words.
+    Raises Fault with the compiler's words, UserError where there is no compiler.
     """
-    from cuda.bindings import driver
-
     with torch.cuda.device(device_index):
         torch.cuda.current_stream()  # the context must be there before a module is loaded into it
         torch.zeros(1, device="cuda")
-        major, minor = torch.cuda.get_device_capability()
+        major, minor = limits(device_index).capability
         image = _image(source, defines, f"{major}{minor}")
-        module = _check(driver.cuModuleLoadData(image), f"load {source.name}")
-        function = _check(driver.cuModuleGetFunction(module, name.encode()), name)
-    return Kernel(function, name, driver)
+        module = check(driver().cuModuleLoadData(image), f"load {source.name}")
+        function = check(driver().cuModuleGetFunction(module, name.encode()), name)
+    return Kernel(function, name)
 
 
 def defined(**values: int) -> tuple[tuple[str, int], ...]:
@@ -108,16 +107,19 @@ def _image(source: Path, defines: tuple[tuple[str, int], ...], capability: str) 
     options = [f"--gpu-architecture={arch}", "--std=c++17", "-default-device", "--use_fast_math"]
     options += [f"-D{name}={value}" for name, value in defines]
     key = hashlib.sha256(b"\0".join([text, *(o.encode() for o in options), _version().encode()])).hexdigest()
-    path = _folder() / f"{source.stem}-{key[:32]}.cubin"
+    folder = _folder()
+    if folder is None:
+        return compile_source(text, source.name, options)
+    path = folder / f"{source.stem}-{key[:32]}.cubin"
     try:
         return path.read_bytes()
     except OSError:
         pass
     image = compile_source(text, source.name, options)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         # Several ranks may compile the same: each writes its own file and renames it.
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as out:
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as out:
             out.write(image)
         Path(out.name).replace(path)
     except OSError:
@@ -127,44 +129,34 @@ def _image(source: Path, defines: tuple[tuple[str, int], ...], capability: str) 
 
 def compile_source(text: bytes, name: str, options: Sequence[str]) -> bytes:
     """A cubin. Raises Fault with the compiler's words."""
-    from cuda.bindings import nvrtc
-
-    program = _check(nvrtc.nvrtcCreateProgram(text, name.encode(), 0, [], []), name)
+    compiler = nvrtc()
+    program = check(compiler.nvrtcCreateProgram(text, name.encode(), 0, [], []), name)
     encoded = [option.encode() for option in options]
-    status = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)[0]
+    status = compiler.nvrtcCompileProgram(program, len(encoded), encoded)[0]
     if int(status):
-        size = _check(nvrtc.nvrtcGetProgramLogSize(program), name)
+        size = check(compiler.nvrtcGetProgramLogSize(program), name)
         words = b" " * size
-        nvrtc.nvrtcGetProgramLog(program, words)
+        compiler.nvrtcGetProgramLog(program, words)
         raise Fault(f"{name} does not compile: {words.decode(errors='replace').strip()}")
-    size = _check(nvrtc.nvrtcGetCUBINSize(program), name)
+    size = check(compiler.nvrtcGetCUBINSize(program), name)
     image = b" " * size
-    _check(nvrtc.nvrtcGetCUBIN(program, image), name)
-    nvrtc.nvrtcDestroyProgram(program)
+    check(compiler.nvrtcGetCUBIN(program, image), name)
+    compiler.nvrtcDestroyProgram(program)
     return image
 
 
 @cache
 def _version() -> str:
-    from cuda.bindings import nvrtc
-
-    _, major, minor = nvrtc.nvrtcVersion()
+    major, minor = nvrtc().nvrtcVersion()[1:]
     return f"{major}.{minor}"
 
 
-def _folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+def _folder() -> Path | None:
+    """Where images are kept; None where a user has no home."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    if not base:
+        try:
+            base = str(Path.home() / ".cache")
+        except RuntimeError:
+            return None
     return Path(base) / "headrace" / "kernels"
-
-
-def _check(answer: tuple[Any, ...], what: str) -> Any:
-    """The value of a driver or compiler call. Raises Fault naming its error."""
-    status, *values = answer
-    if int(status):
-        raise Fault(f"{what}: {getattr(status, 'name', status)}")
-    return values[0] if values else None
-
-
-def environment() -> Mapping[str, str]:
-    """What a report of measurements should say about the compiler."""
-    return {"nvrtc": _version()}

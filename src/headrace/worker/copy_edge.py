@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from headrace.errors import Fault
+from headrace.kernels.driver import check, driver
 
 ALIGN = 512
 COUNTER_BYTES = 512
@@ -70,18 +70,17 @@ class CopyInlet:
     def __init__(
         self, store: dist.Store, key: str, name: str, num_bytes: int, depth: int, device: torch.device
     ) -> None:
-        from cuda.bindings import driver
-
+        api = driver()
         self.name = name
-        self._driver, self._depth, self._device = driver, depth, device
+        self._api, self._depth, self._device = api, depth, device
         self._slot_bytes = -(-num_bytes // ALIGN) * ALIGN
         total = COUNTER_BYTES + depth * self._slot_bytes
         # Not from PyTorch's pool: what is mapped elsewhere must be an allocation of its own.
-        self._address = int(_check(driver.cuMemAlloc(total), name))
+        self._address = int(_check(api.cuMemAlloc(total), name))
         self._memory = torch.as_tensor(_Memory(self._address, total), device=device)
         self._memory[:COUNTER_BYTES].zero_()
         torch.cuda.synchronize(device)
-        handle = _check(driver.cuIpcGetMemHandle(self._address), name)
+        handle = _check(api.cuIpcGetMemHandle(self._address), name)
         store.set(key, bytes(handle.reserved).hex())
         self._count = 0
 
@@ -103,8 +102,8 @@ class CopyInlet:
     def wait_for(self, count: int) -> None:
         """Hold the current stream until so many tensors have come."""
         stream = torch.cuda.current_stream().cuda_stream
-        at_least = self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ.value
-        _check(self._driver.cuStreamWaitValue32(stream, self._address, count, at_least), self.name)
+        at_least = self._api.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ.value
+        _check(self._api.cuStreamWaitValue32(stream, self._address, count, at_least), self.name)
 
 
 class CopyOutlet:
@@ -115,28 +114,27 @@ class CopyOutlet:
     def __init__(
         self, store: dist.Store, key: str, name: str, num_bytes: int, depth: int, device: torch.device
     ) -> None:
-        from cuda.bindings import driver
-
+        api = driver()
         self.name = name
-        self._driver, self._depth = driver, depth
+        self._api, self._depth = api, depth
         self._slot_bytes = -(-num_bytes // ALIGN) * ALIGN
-        handle = driver.CUipcMemHandle()
+        handle = api.CUipcMemHandle()
         handle.reserved = bytes.fromhex(store.get(key).decode())
-        flag = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-        self._address = int(_check(driver.cuIpcOpenMemHandle(handle, flag.value), name))
+        flag = api.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        self._address = int(_check(api.cuIpcOpenMemHandle(handle, flag.value), name))
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._count = 0
 
     def send(self, plan_id: int, tensor: torch.Tensor) -> None:
         """Send what the current stream has made of the tensor by now."""
-        driver, stream = self._driver, self._stream
+        api, stream = self._api, self._stream
         assert tensor.is_contiguous() and tensor.nbytes <= self._slot_bytes, f"{self.name}: {tuple(tensor.shape)}"
         target = self._address + COUNTER_BYTES + self._count % self._depth * self._slot_bytes
         self._count += 1
         stream.wait_stream(torch.cuda.current_stream())
         if tensor.nbytes:
-            _check(driver.cuMemcpyAsync(target, tensor.data_ptr(), tensor.nbytes, stream.cuda_stream), self.name)
-        _check(driver.cuStreamWriteValue32(stream.cuda_stream, self._address, self._count, 0), self.name)
+            _check(api.cuMemcpyAsync(target, tensor.data_ptr(), tensor.nbytes, stream.cuda_stream), self.name)
+        _check(api.cuStreamWriteValue32(stream.cuda_stream, self._address, self._count, 0), self.name)
         tensor.record_stream(stream)
 
     def receive(self, plan_id: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> CopyReceive:
@@ -146,7 +144,4 @@ class CopyOutlet:
 
 def _check(answer: tuple[Any, ...], edge: str) -> Any:
     """The value of a driver's call. Raises Fault naming the edge and the driver's error."""
-    status, *values = answer
-    if int(status):
-        raise Fault(f"{edge}, by copy: {getattr(status, 'name', status)} (--edges nccl does without)")
-    return values[0] if values else None
+    return check(answer, f"{edge}, by copy (--edges nccl does without)")

@@ -81,7 +81,7 @@ class ScheduleConfig:
     kv_memory: int | None = None
     """Bytes of KV cache on each rank; by default from the memory that is free."""
     run_ahead: int | None = None
-    """Plans issued beyond one a stage before their inputs are sampled; by default 2 on a GPU and 0 on a CPU."""
+    """Plans issued beyond those live on the stages, before their inputs are sampled; 2 on a GPU and 0 on a CPU."""
 
     def __post_init__(self) -> None:
         for flag, value in (

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from headrace.kernels import nvrtc
-from headrace.kernels.routing import MAX_EXPERTS, MAX_TOP_K, UniformRouting, route_sigmoid, route_softmax
+from headrace.kernels.routing import MAX_EXPERTS, MAX_TOP_K, UniformRouting, route
 
 Argument = torch.Tensor | int | float | None
 
@@ -114,21 +114,18 @@ def route_and_plan(
         return _launch_route_plan(
             logits_TE, bias_E, top_k, held, block, softmax, normalise, scale, pads=pads, uniform=uniform
         )
-    if softmax:
-        weights, ids = route_softmax(logits_TE, top_k, normalise=normalise, pads=pads, uniform=uniform)
-        weights = weights if scale == 1.0 else weights * scale
-    else:
-        weights, ids = route_sigmoid(
-            logits_TE,
-            bias_E,
-            top_k,
-            num_groups=num_groups,
-            topk_groups=topk_groups,
-            normalise=normalise,
-            scale=scale,
-            pads=pads,
-            uniform=uniform,
-        )
+    weights, ids = route(
+        logits_TE,
+        bias_E,
+        top_k,
+        softmax=softmax,
+        normalise=normalise,
+        scale=scale,
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+        pads=pads,
+        uniform=uniform,
+    )
     return weights, ids, plan_experts(ids, held, block)
 
 

@@ -25,6 +25,36 @@ class UniformRouting:
     layer: int
 
 
+def route(
+    logits_TE: torch.Tensor,
+    bias_E: torch.Tensor | None,
+    top_k: int,
+    *,
+    softmax: bool,
+    normalise: bool,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    topk_groups: int = 1,
+    pads: torch.Tensor | None = None,
+    uniform: UniformRouting | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """By `route_softmax`, which knows no bias and no groups, or by `route_sigmoid`."""
+    if softmax:
+        weights, ids = route_softmax(logits_TE, top_k, normalise=normalise, pads=pads, uniform=uniform)
+        return weights if scale == 1.0 else weights * scale, ids
+    return route_sigmoid(
+        logits_TE,
+        bias_E,
+        top_k,
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+        normalise=normalise,
+        scale=scale,
+        pads=pads,
+        uniform=uniform,
+    )
+
+
 def route_softmax(
     logits_TE: torch.Tensor,
     top_k: int,

@@ -6,6 +6,7 @@ Shapes: T tokens, D hidden, E experts, X local experts, k chosen, I local interm
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ from headrace.kernels.expert_products import (
 from headrace.kernels.experts import grouped_experts
 from headrace.kernels.int4_experts import Fragments
 from headrace.kernels.linear import product_float
-from headrace.kernels.routing import UniformRouting, route_sigmoid, route_softmax
+from headrace.kernels.routing import UniformRouting, route
 from headrace.layers.axis import Axis
 from headrace.layers.batch import Batch
 from headrace.layers.build import Build
@@ -62,42 +63,26 @@ class Router(nn.Module):
 
     def forward(self, x_TD: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """(weights [T, k] float32, expert ids [T, k]; -1 for a pad)."""
-        moe = self.moe
-        logits, pads = self.scores(x_TD), batch.slots if batch.padded else None
-        if moe.scoring == "softmax":
-            return route_softmax(logits, moe.top_k, normalise=moe.normalise, pads=pads, uniform=self.uniform)
-        return route_sigmoid(
-            logits,
-            self.bias,
-            moe.top_k,
-            num_groups=moe.num_groups,
-            topk_groups=moe.topk_groups,
-            normalise=moe.normalise,
-            scale=moe.scale,
-            pads=pads,
-            uniform=self.uniform,
-        )
+        return route(self.scores(x_TD), self.bias, self.moe.top_k, **self._choice(batch))
 
     def plan(
         self, x_TD: torch.Tensor, batch: Batch, held: range, block: int
     ) -> tuple[torch.Tensor, torch.Tensor, ExpertPlan]:
         """The same with the plan of the experts in `held`, in one launch where there are few tokens."""
-        moe = self.moe
-        softmax = moe.scoring == "softmax"
-        return route_and_plan(
-            self.scores(x_TD),
-            self.bias,
-            moe.top_k,
-            held,
-            block,
-            softmax=softmax,
-            normalise=moe.normalise,
-            scale=1.0 if softmax else moe.scale,
-            num_groups=1 if softmax else moe.num_groups,
-            topk_groups=1 if softmax else moe.topk_groups,
-            pads=batch.slots if batch.padded else None,
-            uniform=self.uniform,
-        )
+        return route_and_plan(self.scores(x_TD), self.bias, self.moe.top_k, held, block, **self._choice(batch))
+
+    def _choice(self, batch: Batch) -> dict[str, Any]:
+        """How scores become a choice."""
+        moe, softmax = self.moe, self.moe.scoring == "softmax"
+        return {
+            "softmax": softmax,
+            "normalise": moe.normalise,
+            "scale": 1.0 if softmax else moe.scale,
+            "num_groups": 1 if softmax else moe.num_groups,
+            "topk_groups": 1 if softmax else moe.topk_groups,
+            "pads": batch.slots if batch.padded else None,
+            "uniform": self.uniform,
+        }
 
     def scores(self, x_TD: torch.Tensor) -> torch.Tensor:
         """[T, E] float32."""
@@ -122,12 +107,10 @@ class ExpertStack(nn.Module):
         rows: range,
         columns: range,
         int4: Int4Spec | None,
-        num_experts: int,
     ) -> None:
         super().__init__()
         self.experts, self.parts, self.shape, self.rows, self.columns = experts, parts, shape, rows, columns
         self.int4 = int4
-        self.num_experts = num_experts
         self._dtype, self._reserve = build.dtype, build.reserve
         self.weights: ExpertWeights | None = None
         """In the form that the device's kernels read; None: the reference multiplies them as they are stored."""
@@ -184,12 +167,8 @@ class Experts(nn.Module):
         hidden, width = build.spec.hidden, moe.intermediate
         self.held = build.expert.share(moe.num_experts)
         inner = build.expert_slice.share(width)
-        self.gate_up = ExpertStack(
-            build, self.held, ("gate", "up"), (width, hidden), inner, range(hidden), int4, moe.num_experts
-        )
-        self.down = ExpertStack(
-            build, self.held, ("down",), (hidden, width), range(hidden), inner, int4, moe.num_experts
-        )
+        self.gate_up = ExpertStack(build, self.held, ("gate", "up"), (width, hidden), inner, range(hidden), int4)
+        self.down = ExpertStack(build, self.held, ("down",), (hidden, width), range(hidden), inner, int4)
 
     def slots(self, name: str, expert: int | None = None) -> dict[str, Slot]:
         """Where one expert's `gate`, `up` or `down` goes."""

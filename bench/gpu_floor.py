@@ -8,15 +8,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import lru_cache
-
-import numpy as np
 
 from headrace.mesh import Mesh
-from headrace.spec import DTYPE_BYTES, MlaSpec, ModelSpec, MoeSpec
-
-NUM_DRAWS = 64
-"""Random routings from which the fullest rank's expected experts are taken."""
+from headrace.plan.reads import stage_bytes
+from headrace.spec import MlaSpec, ModelSpec, MoeSpec
 
 
 def decode_floor(spec: ModelSpec, mesh: Mesh, requests: int, bytes_per_s: float) -> float:
@@ -39,43 +34,6 @@ def best_decode_floor(spec: ModelSpec, mesh: Mesh, requests: int, bytes_per_s: f
         other = Mesh(pp=mesh.pp, tp=mesh.tp, ep=mesh.ep, split=split)
         best = max(best, (decode_floor(spec, other, requests, bytes_per_s), split))
     return best
-
-
-def stage_bytes(spec: ModelSpec, mesh: Mesh, stage: int, tokens: int) -> float:
-    """Weight bytes that the fullest rank of a stage reads for one microbatch."""
-    total = sum(_layer_bytes(spec, mesh, layer, tokens) for layer in mesh.layers_of(stage))
-    return total + (spec.head_bytes / mesh.tp if stage == mesh.pp - 1 else 0.0)
-
-
-def _layer_bytes(spec: ModelSpec, mesh: Mesh, layer: int, tokens: int) -> float:
-    attention, mlp, size = spec.layers[layer].attention, spec.layers[layer].mlp, DTYPE_BYTES[spec.dtype]
-    replicated = 0.0
-    if isinstance(attention, MlaSpec):
-        replicated += spec.hidden * (attention.kv_lora_rank + attention.rope_dim + (attention.q_lora_rank or 0)) * size
-    if not isinstance(mlp, MoeSpec):
-        return replicated + (spec.layer_bytes(layer) - replicated) / mesh.tp
-    replicated += spec.hidden * mlp.num_experts * size
-    # One token's decode leaves out the share of experts that it does not choose.
-    unread = spec.layer_bytes(layer) - spec.layer_read_bytes(layer)
-    routed = unread / (1 - mlp.top_k / mlp.num_experts)
-    rest = spec.layer_bytes(layer) - routed - replicated
-    touched = distinct_experts(mlp.num_experts, mlp.top_k, tokens, mesh.ep)
-    slices = mesh.tp // mesh.ep
-    return replicated + rest / mesh.tp + routed / mlp.num_experts * touched / slices
-
-
-@lru_cache(maxsize=4096)
-def distinct_experts(num_experts: int, top_k: int, tokens: int, ranks: int) -> float:
-    """Expected distinct experts that so many tokens touch, on the fullest of `ranks` ranks that share them."""
-    if ranks == 1:
-        return num_experts * (1 - (1 - top_k / num_experts) ** tokens)
-    source = np.random.default_rng(0)
-    most = []
-    for _ in range(NUM_DRAWS):
-        chosen = source.random((tokens, num_experts)).argpartition(top_k, axis=1)[:, :top_k]
-        owners = np.unique(chosen) // (num_experts // ranks)
-        most.append(np.bincount(owners, minlength=ranks).max())
-    return float(np.mean(most))
 
 
 def prompt_flops(spec: ModelSpec, length: int) -> float:

@@ -82,6 +82,8 @@ class ScheduleConfig:
     """Bytes of KV cache on each rank; by default from the memory that is free."""
     run_ahead: int | None = None
     """Plans issued beyond those live on the stages, before their inputs are sampled; 2 on a GPU and 0 on a CPU."""
+    balance: Literal["auto", "level"] = "auto"
+    """Decode rows of each microbatch; level is the same for all, auto lets them differ where stages' bytes say so."""
 
     def __post_init__(self) -> None:
         for flag, value in (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from bench.gpu import main
-from bench.gpu_floor import best_decode_floor, decode_floor, distinct_experts, prompt_flops, split_of
+from bench.gpu_floor import best_decode_floor, decode_floor, prompt_flops, split_of
 from bench.gpu_timing import Ceilings, Timing
 from bench.kernel_cells import Cell
 from bench.kernel_cells.__main__ import _cells as cells_of
@@ -19,6 +19,7 @@ from bench import gpu_engine, gpu_table
 from headrace.config import ModelConfig
 from headrace.mesh import Mesh
 from headrace.model_config import spec_from_config
+from headrace.plan.reads import distinct_experts
 from headrace.spec import ModelSpec
 from tests.tiny import write_tiny
 

@@ -49,9 +49,7 @@ def test_rows_with_gaps() -> None:
 
 def test_a_matrix_of_more_than_two_gigabytes() -> None:
     x, weight = randn(2, 7168), torch.empty(163840, 7168, device="cuda", dtype=BF16).normal_()
-    tiles = choose_tiles(2, 163840, 7168)
-    assert tiles is not None
-    y = few_tokens(x, weight, None, tiles)
+    y = few_tokens(x, weight, None, Tiles(1, 1, 8, 1, 4))
     assert error(y[:, -1000:], x, weight[-1000:]) < 5e-3
     assert error(y[:, :1000], x, weight[:1000]) < 5e-3
 

@@ -44,7 +44,7 @@ def test_argmax() -> None:
     assert torch.equal(tokens[6:], logits[6:].argmax(-1))
     assert tokens[5] == 0
     reference, expected = argmax_reference(logits)
-    assert torch.equal(sound, expected) and torch.equal(tokens[sound], reference[sound])
+    assert torch.equal(sound, expected) and torch.equal(tokens[sound.bool()], reference[sound.bool()])
 
 
 @pytest.mark.parametrize("rounded", [False, True])

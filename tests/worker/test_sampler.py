@@ -26,8 +26,9 @@ def sampler_with(*specs: SamplerSpec, prompt: list[int] | None = None) -> Sample
 
 def sample(sampler: Sampler, logits: torch.Tensor, positions: list[int]) -> list[int]:
     slots = np.arange(len(positions))
-    tokens: list[int] = sampler.sample(logits, slots, np.array(positions)).finish()[0]
-    return tokens
+    sampled = sampler.sample(logits, slots, np.array(positions))
+    sampled.fetch(None)
+    return sampled.finish()[0]
 
 
 def test_temperature_zero_is_the_best_token() -> None:
@@ -134,7 +135,9 @@ def test_logprobs_are_the_models_own(num_top: int) -> None:
     sampler = sampler_with(
         SamplerSpec(temperature=0.0, logprobs=num_top, logit_bias={3: 100.0}), SamplerSpec(temperature=0.0)
     )
-    tokens, logprobs = sampler.sample(logits, np.arange(2), np.array([1, 1])).finish()
+    sampled = sampler.sample(logits, np.arange(2), np.array([1, 1]))
+    sampled.fetch(None)
+    tokens, logprobs = sampled.finish()
     assert tokens[0] == 3 and list(logprobs) == [0]
     own = logits[0].log_softmax(-1)
     assert logprobs[0].logprob == pytest.approx(float(own[3]), abs=1e-5)

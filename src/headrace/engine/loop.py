@@ -18,6 +18,8 @@ from headrace.engine.executor import Capacity, Executor
 from headrace.engine.requests import Intake, warm_up
 from headrace.errors import PeerLost, UserError
 from headrace.mesh import build_mesh
+from headrace.plan.reads import StageReads
+from headrace.schedule.balance import Balance, ByCost, Level
 from headrace.schedule.request import Event
 from headrace.schedule.scheduler import Scheduler, SchedulerConfig
 from headrace.spec import ModelSpec
@@ -133,9 +135,17 @@ class Engine:
                 num_pages=self._capacity.num_pages,
                 max_len=self._max_len,
                 run_ahead=schedule.run_ahead or 0,
-            )
+            ),
+            self._balance(),
         )
         log.debug("loaded after %.2f s", time.monotonic() - started)
+
+    def _balance(self) -> Balance:
+        """Decode rows are spread by what stages read: it is what decode steps take their time for."""
+        if self._config.schedule.balance == "level":
+            return Level()
+        reads = [StageReads.of(self._spec, self._mesh, stage) for stage in range(self._mesh.pp)]
+        return ByCost(lambda rows: [stage.bytes(rows) for stage in reads])
 
     def _warm(self) -> None:
         """Ready means that an inference passed every stage: the largest chunk, then a decode."""

@@ -31,24 +31,25 @@ class Peaks:
         return self.value.shape[1]
 
 
-def argmax(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens int64 [R], sound bool [R]): the lowest id of the largest logit, on a GPU that of the largest number.
+def argmax(logits_RV: torch.Tensor) -> torch.Tensor:
+    """[2, R] int64: the lowest id of the largest logit, on a GPU that of the largest number; and whether it is sound.
 
-    A row is sound unless it holds a NaN or +inf, or nothing but -inf (a ban); the host looks when it likes.
+    A row is sound (1) unless it holds a NaN or +inf, or nothing but -inf (a ban). Both in one tensor, for the host to
+    fetch at once and look when it likes.
     """
     if logits_RV.is_cuda:
         return launch_argmax(logits_RV)
     # Each pass over a large vocabulary takes a part of a step here: the reference has six.
     peak, token = logits_RV.max(-1)
-    return token, peak.isfinite()
+    return torch.stack((token, peak.isfinite().long()))
 
 
-def argmax_reference(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def argmax_reference(logits_RV: torch.Tensor) -> torch.Tensor:
     """The same in PyTorch; NaN counts as -inf."""
     sound = ~logits_RV.isnan().any(-1) & logits_RV.amax(-1).isfinite()
     logits = logits_RV.masked_fill(logits_RV.isnan(), float("-inf"))
     is_best = logits == logits.amax(-1, keepdim=True)
-    return is_best.int().argmax(-1), sound
+    return torch.stack((is_best.int().argmax(-1), sound.long()))
 
 
 @jit
@@ -93,12 +94,12 @@ def best_of_row(  # type: ignore[no-untyped-def]
 
 @jit
 def _best_kernel(  # type: ignore[no-untyped-def]
-    value_ptr, index_ptr, nan_ptr, token_ptr, sound_ptr, parts, PARTS: tl.constexpr,
+    value_ptr, index_ptr, nan_ptr, best_ptr, parts, PARTS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     _, token, sound = best_of_row(value_ptr, index_ptr, nan_ptr, row, parts, PARTS)
-    tl.store(token_ptr + row, token.to(tl.int64))
-    tl.store(sound_ptr + row, sound)
+    tl.store(best_ptr + row, token.to(tl.int64))
+    tl.store(best_ptr + tl.num_programs(0) + row, sound.to(tl.int64))
 
 
 def find_peaks(logits_RV: torch.Tensor, chunk: int) -> Peaks:
@@ -118,21 +119,19 @@ def find_peaks(logits_RV: torch.Tensor, chunk: int) -> Peaks:
     return Peaks(value, index, nans)
 
 
-def launch_argmax(logits_RV: torch.Tensor, chunk: int = CHUNK) -> tuple[torch.Tensor, torch.Tensor]:
+def launch_argmax(logits_RV: torch.Tensor, chunk: int = CHUNK) -> torch.Tensor:
     """The Triton kernels, two launches."""
     rows = logits_RV.shape[0]
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
-    sound = torch.empty(rows, dtype=torch.bool, device=logits_RV.device)
+    best_2R = torch.empty(2, rows, dtype=torch.int64, device=logits_RV.device)
     if rows:
         peaks = find_peaks(logits_RV, chunk)
         _best_kernel[(rows,)](
             peaks.value,
             peaks.index,
             peaks.nans,
-            tokens,
-            sound,
+            best_2R,
             peaks.parts,
             PARTS=triton.next_power_of_2(peaks.parts),
             num_warps=1,
         )
-    return tokens, sound
+    return best_2R

@@ -25,6 +25,10 @@ DEFAULT_SMEM = 48 << 10
 """Dynamic shared memory that a block may have without asking."""
 
 
+class Address(int):
+    """Of device memory that is no tensor's."""
+
+
 class Kernel:
     """One compiled `extern "C"` function on one device."""
 
@@ -39,12 +43,14 @@ class Kernel:
         self,
         grid: tuple[int, int, int],
         block: int,
-        args: Sequence[torch.Tensor | int | float | None],
+        args: Sequence[torch.Tensor | Address | int | float | None],
         smem: int = 0,
         *,
         early: bool = False,
     ) -> None:
-        """Launch on torch's current stream. Tensors pass their address, None a null pointer, int int32, float float32.
+        """Launch on torch's current stream.
+
+        Tensors pass their address, None a null pointer, int int32 (its lowest 32 bits), float float32.
 
         early: start while the kernel before it in the stream still runs (programmatic dependent launch), for kernels
         that wait for it themselves, `griddepcontrol.wait`, before they read or write anything that it may touch.
@@ -66,7 +72,7 @@ class Kernel:
                 kinds.append(ctypes.c_void_p)
             elif isinstance(arg, int):
                 values.append(arg)
-                kinds.append(ctypes.c_int)
+                kinds.append(ctypes.c_void_p if isinstance(arg, Address) else ctypes.c_int)
             else:
                 values.append(arg)
                 kinds.append(ctypes.c_float)

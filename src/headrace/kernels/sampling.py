@@ -47,7 +47,8 @@ def sample_reference(
     noise_R: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same in PyTorch, by a sort of each row."""
-    best, sound = argmax_reference(logits_RV)
+    best, is_sound = argmax_reference(logits_RV)
+    sound = is_sound.bool()
     logits = torch.where(sound.unsqueeze(-1), logits_RV.float(), 0.0)
     heat = torch.where(temperature_R > 0, temperature_R, 1.0).unsqueeze(-1)
     weights = ((logits - logits.amax(-1, keepdim=True)) / heat).exp()

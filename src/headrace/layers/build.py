@@ -35,7 +35,9 @@ class Build:
     routing_counter: torch.Tensor | None = None
     """[1] int64, steps so far: experts are drawn afresh for each; None: the router chooses."""
     side: torch.cuda.Stream | None = None
-    """A GPU's second stream, for what can run beside the rest of a layer."""
+    """A GPU's second stream, for what can run beside the rest of a layer, and goes first where both wait."""
+    spare: torch.cuda.Stream | None = None
+    """Another, for what comes last where both wait."""
     reserve: int = 0
     """A GPU's multiprocessors that something else may hold at any time."""
 

@@ -35,6 +35,8 @@ from headrace.spec import Int4Spec, MoeSpec
 from headrace.weights.formats import dequantise
 from headrace.weights.slots import Slot
 
+FEW_TOKENS = 8
+"""Tokens up to which a step waits for the scores and the routing, not for the shared experts."""
 BESIDE_TOKENS = 128
 """Tokens up to which the shared experts run on a stream of their own."""
 
@@ -61,15 +63,15 @@ class Router(nn.Module):
             found["e_score_correction_bias"] = Slot(self.bias.data, (slice(0, rows),), (rows,))
         return found
 
-    def forward(self, x_TD: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(self, scores_TE: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """(weights [T, k] float32, expert ids [T, k]; -1 for a pad)."""
-        return route(self.scores(x_TD), self.bias, self.moe.top_k, **self._choice(batch))
+        return route(scores_TE, self.bias, self.moe.top_k, **self._choice(batch))
 
     def plan(
-        self, x_TD: torch.Tensor, batch: Batch, held: range, block: int
+        self, scores_TE: torch.Tensor, batch: Batch, held: range, block: int
     ) -> tuple[torch.Tensor, torch.Tensor, ExpertPlan]:
         """The same with the plan of the experts in `held`, in one launch where there are few tokens."""
-        return route_and_plan(self.scores(x_TD), self.bias, self.moe.top_k, held, block, **self._choice(batch))
+        return route_and_plan(scores_TE, self.bias, self.moe.top_k, held, block, **self._choice(batch))
 
     def _choice(self, batch: Batch) -> dict[str, Any]:
         """How scores become a choice."""
@@ -84,8 +86,8 @@ class Router(nn.Module):
             "uniform": self.uniform,
         }
 
-    def scores(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """[T, E] float32."""
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Scores, [T, E] float32."""
         if self.moe.scoring == "softmax" and not x_TD.is_cuda:
             # In the model's type, as transformers has it: a wider copy of the weight a step would cost more.
             return linear(x_TD, self.weight).float()
@@ -238,24 +240,29 @@ class Moe(nn.Module):
             Mlp(build, moe.shared_intermediate, int4=shared_int4, reduce=False) if moe.shared_intermediate else None
         )
         self.transport = Replicated(build.tensor)
-        self._side = build.side
+        self._side, self._spare = build.side, build.spare
 
     def forward(self, x_TD: torch.Tensor, batch: Batch) -> torch.Tensor:
-        shared = self._start_shared(x_TD)
+        few = len(x_TD) <= FEW_TOKENS
+        shared = None if few else self._start_shared(x_TD, self._side)
+        scores = self.router(x_TD)
+        if shared is None:
+            # Not before the scores: everything waits for them, and beside a larger product they take their time.
+            shared = self._start_shared(x_TD, self._spare)
         moe = self.router.moe
         block = self.experts.block(len(x_TD) * moe.top_k / moe.num_experts)
         if block is not None:
-            chosen = self.router.plan(x_TD, batch, self.experts.held, block)
+            chosen = self.router.plan(scores, batch, self.experts.held, block)
             return self.transport.combine(self.experts.planned(x_TD, *chosen, shared))
-        sent, weights, ids = self.transport.dispatch(x_TD, *self.router(x_TD, batch))
+        sent, weights, ids = self.transport.dispatch(x_TD, *self.router.choose(scores, batch))
         return self.transport.combine(self.experts(sent, weights, ids, shared))
 
-    def _start_shared(self, x_TD: torch.Tensor) -> Shared:
+    def _start_shared(self, x_TD: torch.Tensor, side: torch.cuda.Stream | None) -> Shared:
         """The shared experts' result when it is called for; for few tokens on a GPU they run beside the routed ones.
 
         Both are streams of weights, and the shared ones fill the gaps of routing, which is all latency.
         """
-        experts, side = self.shared, self._side
+        experts = self.shared
         if experts is None:
             return _nothing
         if side is None or len(x_TD) > BESIDE_TOKENS:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from headrace.errors import UserError
+from headrace.schedule.balance import Balance, Level, unequal_quota
 from headrace.schedule.flight import Flight
 from headrace.schedule.pages import PagePool
 from headrace.schedule.policy import decode_quota, prompt_budget, share_budget
@@ -55,8 +56,9 @@ class Scheduler:
     return in order, so those out are the last ones, and they are the other microbatches to those who level them.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, balance: Balance | None = None) -> None:
         self.config = config
+        self._balance = balance or Level()
         self._max_in_flight = config.max_in_flight or config.num_stages + config.run_ahead
         self._ways = min(config.num_stages, self._max_in_flight)
         self._pool = PagePool(config.num_pages, config.page_size)
@@ -228,12 +230,13 @@ class Scheduler:
 
     def _pick(self) -> tuple[int, list[tuple[Job, int]]]:
         """Choose rows, as (job, count): first so many decode rows, then prompt chunks. Changes nothing."""
-        num_decodes = decode_quota(
-            len(self._running) - len(self._prefilling),
-            len(self._ready),
-            [flight.num_returning for flight in self._flights],
-            self._ways,
-        )
+        num_decoding, num_ready = len(self._running) - len(self._prefilling), len(self._ready)
+        out = [flight.num_returning for flight in self._flights]
+        targets = self._balance.sizes(num_decoding, self._ways) if num_ready else None
+        if targets is None:
+            num_decodes = decode_quota(num_decoding, num_ready, out, self._ways)
+        else:
+            num_decodes = unequal_quota(targets, num_ready, out)
         # Prompts get some of every plan, however many decode: else one would wait for whole answers to end.
         kept = -(-self.config.chunk // PROMPT_SHARE) if self._prefilling and self.config.chunk > 1 else 0
         num_decodes = min(num_decodes, self.config.chunk - kept)

@@ -1,7 +1,8 @@
 """Edges by copy: the sender writes into the receiver's memory, and no multiprocessor waits for anything.
 
-The receiver owns a ring of buffers and a counter, both mapped into the sender's process. A send is a copy into the next
-buffer and then a write to the counter; a receive is a wait of the stream for that write, which the device's front end
+The receiver owns a ring of buffers and a counter, both mapped into the sender's process. A send writes into the next
+buffer and then to the counter: a short kernel in the step's own stream for what a decode step sends, the copy engine in
+a stream beside it for more; a receive is a wait of the stream for that write, which the device's front end
 does. A posted NCCL receive is a kernel: it holds a multiprocessor until its peer sends.
 
 Nothing says when a buffer is free, because the engine's window does: a ring has more buffers than there are plans in
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.kernels.driver import check, driver
+from headrace.kernels.push import can_push, push
 
 ALIGN = 512
 COUNTER_BYTES = 512
@@ -84,7 +86,7 @@ class CopyInlet:
         store.set(key, bytes(handle.reserved).hex())
         self._count = 0
 
-    def send(self, plan_id: int, tensor: torch.Tensor) -> None:
+    def send(self, plan_id: int, tensor: torch.Tensor, *, lent: bool = False) -> None:
         """Not from this end."""
         raise AssertionError(f"{self.name}: sent to by its receiver")
 
@@ -124,13 +126,24 @@ class CopyOutlet:
         self._address = int(_check(api.cuIpcOpenMemHandle(handle, flag.value), name))
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._count = 0
+        self._copying = False
+        """Whether a copy was issued after the last push."""
 
-    def send(self, plan_id: int, tensor: torch.Tensor) -> None:
+    def send(self, plan_id: int, tensor: torch.Tensor, *, lent: bool = False) -> None:
         """Send what the current stream has made of the tensor by now."""
         api, stream = self._api, self._stream
         assert tensor.is_contiguous() and tensor.nbytes <= self._slot_bytes, f"{self.name}: {tuple(tensor.shape)}"
         target = self._address + COUNTER_BYTES + self._count % self._depth * self._slot_bytes
         self._count += 1
+        if can_push(tensor):
+            # Both ways write the same counter, so what the other stream still has to write must come first.
+            if self._copying:
+                torch.cuda.current_stream().wait_stream(stream)
+                self._copying = False
+            push(tensor, target, self._address, self._count)
+            return
+        tensor = tensor.clone() if lent else tensor
+        self._copying = True
         stream.wait_stream(torch.cuda.current_stream())
         if tensor.nbytes:
             _check(api.cuMemcpyAsync(target, tensor.data_ptr(), tensor.nbytes, stream.cuda_stream), self.name)

@@ -44,8 +44,8 @@ class Edge(Protocol):
     sender for us.
     """
 
-    def send(self, plan_id: int, tensor: torch.Tensor) -> None:
-        """Start sending. The tensor must not be written to afterwards."""
+    def send(self, plan_id: int, tensor: torch.Tensor, *, lent: bool = False) -> None:
+        """Start sending. The tensor is not written to afterwards unless it is `lent`: then by the current stream."""
         ...
 
     def receive(self, plan_id: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Receive:
@@ -88,8 +88,9 @@ class HostEdge:
         self.last_received_s = 0.0
         self._sent: deque[tuple[int, dist.Work, torch.Tensor]] = deque()
 
-    def send(self, plan_id: int, tensor: torch.Tensor) -> None:
+    def send(self, plan_id: int, tensor: torch.Tensor, *, lent: bool = False) -> None:
         """Start sending; returns at once unless `depth` earlier sends are still under way."""
+        assert not lent
         while len(self._sent) >= self.depth:
             oldest, work, _ = self._sent.popleft()
             with Naming(self.name, oldest, self.timeout_s):
@@ -133,8 +134,9 @@ class DeviceEdge:
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
-    def send(self, plan_id: int, tensor: torch.Tensor) -> None:
+    def send(self, plan_id: int, tensor: torch.Tensor, *, lent: bool = False) -> None:
         """Send what the current stream has made of the tensor by now."""
+        tensor = tensor.clone() if lent else tensor
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
         self._stream.wait_stream(torch.cuda.current_stream())

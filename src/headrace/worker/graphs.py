@@ -10,6 +10,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from headrace.kernels.paged import PagedAttention
@@ -23,6 +24,8 @@ from headrace.worker.steps import DeviceState, Outcome, Steps
 from headrace.worker.transfer import stage
 
 LADDER = (1, 2, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+NUM_INPUTS = 5
+"""Rows of a graph's inputs: positions, cache slots, whose tokens; page-table rows and starts, of 32 bits."""
 
 
 def ladder(most: int) -> tuple[int, ...]:
@@ -60,12 +63,14 @@ class GraphSteps:
         self._sizes, self._page_size, self._max_len, self._device = sizes, page_size, max_len, device
         self.backend = f"{eager.backend}+graphs"
         most = sizes[-1]
-        # One block, one copy a step: positions and cache slots, then page-table rows and starts.
-        self._inputs = torch.zeros(4 * most, dtype=torch.int64, device=device)
+        # One block, one copy a step.
+        self._inputs = torch.zeros(NUM_INPUTS * most, dtype=torch.int64, device=device)
         self._ones = torch.ones(most, dtype=torch.int32, device=device)
         self._order = torch.arange(most, dtype=torch.int32, device=device)
         self._hidden = None if model.embedding is not None else torch.zeros(most, hidden, dtype=dtype, device=device)
         self._graphs: dict[int, _Graph] = {}
+        self._staged = False
+        self._past_end = state.last_token.shape[0] - 1
         self.num_bytes = 0
         """Device memory that the graphs took."""
 
@@ -73,7 +78,8 @@ class GraphSteps:
         """Make every graph. All ranks of a stage do this at the same time, largest size first."""
         before = torch.cuda.mem_get_info(self._device)[0]
         pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(self._device)
+        # Between the streams of what runs beside it, see `layers.build`.
+        stream = torch.cuda.Stream(self._device, priority=-1)
         for size in reversed(self._sizes):
             self._clear(size)
             stream.wait_stream(torch.cuda.current_stream())
@@ -91,37 +97,46 @@ class GraphSteps:
         torch.cuda.synchronize(self._device)
         self.num_bytes = max(0, before - torch.cuda.mem_get_info(self._device)[0])
 
-    def run(self, plan_id: int, rows: Rows, hidden: torch.Tensor | None) -> Outcome:
-        """One step."""
+    def stage(self, rows: Rows) -> None:
+        """Bring a graph's rows to the device. The replay before, which reads the last ones, is ahead in the stream."""
+        self._staged = self._fits(rows)
+        if not self._staged:
+            return
         num = len(rows.slots)
-        if not self._fits(rows):
-            return self._eager.run(plan_id, rows, hidden)
-        size = self._sizes[bisect_left(self._sizes, num)]
-        inputs = np.full((4, size), -1, dtype=np.int64)
-        inputs[0], inputs[3] = 0, 0
-        inputs[0, :num] = inputs[3, :num] = rows.starts
+        size = self._size(num)
+        inputs = _pads(size, self._past_end)
+        inputs[0, :num] = rows.starts
         inputs[1, :num] = rows.kept_at(self._mirror, self._page_size)
         inputs[2, :num] = rows.slots
+        inputs[3].view(np.int32)[:num], inputs[4].view(np.int32)[:num] = rows.slots, rows.starts
         self._rows(size).copy_(stage(torch.from_numpy(inputs)), non_blocking=True)
+
+    def run(self, plan_id: int, rows: Rows, hidden: torch.Tensor | None) -> Outcome:
+        """One step, of the rows that were staged."""
+        if not self._staged:
+            return self._eager.run(plan_id, rows, hidden)
+        num = len(rows.slots)
         if self._hidden is not None:
             assert hidden is not None
             self._hidden[:num].copy_(hidden)
-        one = self._graphs[size]
+        one = self._graphs[self._size(num)]
         one.graph.replay()
         out = one.outcome
-        # The next replay writes to these again: what leaves the stage is a copy. Logits and the last stage's hidden
-        # states are used before it, in the same stream.
-        if out.logits is None or out.greedy is None or out.finite is None:
-            return Outcome(out.hidden[:num].clone())
-        return Outcome(out.hidden[:num], out.logits[:num], out.greedy[:num].clone(), out.finite[:num].clone())
+        if out.logits is None or out.best is None:
+            return Outcome(out.hidden[:num], lent=True)
+        return Outcome(out.hidden[:num], out.logits[:num], out.best[:, :num], lent=True)
+
+    def _size(self, num: int) -> int:
+        """The least that so many rows fit in."""
+        return self._sizes[bisect_left(self._sizes, num)]
 
     def _rows(self, size: int) -> torch.Tensor:
-        """[4, size], contiguous: one copy fills it."""
-        return self._inputs[: 4 * size].view(4, size)
+        """[NUM_INPUTS, size], contiguous: one copy fills it."""
+        return self._inputs[: NUM_INPUTS * size].view(NUM_INPUTS, size)
 
     def _clear(self, size: int) -> None:
         """Pads alone. Sizes share the front of one block, so what another size left there means nothing to this one."""
-        self._rows(size).zero_()[1:3].fill_(-1)
+        self._rows(size).copy_(torch.from_numpy(_pads(size, self._past_end)))
 
     def _fits(self, rows: Rows) -> bool:
         """Whether all rows decode from a sampled token, and all sample: the same answer on every rank."""
@@ -133,14 +148,15 @@ class GraphSteps:
         )
 
     def _compute(self, size: int) -> Outcome:
-        positions, slots, row_slots, starts = self._rows(size).unbind(0)
+        positions, slots, owners, *short = self._rows(size).unbind(0)
+        row_slots, starts = (row.view(torch.int32)[:size] for row in short)
         state, model = self._state, self._model
         assert state.page_table is not None
         if state.counter is not None:
             state.counter.add_(1)
         attention = PagedAttention(
-            row_slots.to(torch.int32),
-            starts.to(torch.int32),
+            row_slots,
+            starts,
             self._ones[:size],
             self._order[:size],
             page_table=state.page_table,
@@ -148,8 +164,6 @@ class GraphSteps:
             max_count=1,
             max_len=self._max_len,
         )
-        past_end = state.last_token.shape[0] - 1
-        owners = torch.where(row_slots < 0, past_end, row_slots)
         tokens = None if self._hidden is not None else state.last_token.index_select(0, owners)
         x = tokens if self._hidden is None else self._hidden[:size]
         assert x is not None
@@ -157,5 +171,12 @@ class GraphSteps:
         if model.head is None:
             return Outcome(x_BD)
         logits = model.logits(x_BD)
-        greedy, finite = argmax(logits)
-        return Outcome(x_BD, logits, greedy, finite)
+        return Outcome(x_BD, logits, argmax(logits))
+
+
+def _pads(size: int, past_end: int) -> npt.NDArray[np.int64]:
+    """[NUM_INPUTS, size], of rows that are none: of no length, kept nowhere, whose tokens nobody reads."""
+    inputs = np.zeros((NUM_INPUTS, size), dtype=np.int64)
+    inputs[1], inputs[2] = -1, past_end
+    inputs[3].view(np.int32)[:size] = -1
+    return inputs

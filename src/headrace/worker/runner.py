@@ -20,7 +20,7 @@ from headrace.mesh import Mesh
 from headrace.spec import ModelSpec
 from headrace.step import ROW_WIDTH, StepPlan, StepResult, TokenLogprobs, pack, unpack
 from headrace.telemetry.trace import Trace
-from headrace.worker.batch import IntArray, Rows
+from headrace.worker.batch import Rows
 from headrace.worker.clock import Clock, start_clock
 from headrace.worker.comm import Comm
 from headrace.worker.edge import Edge, Receive
@@ -89,7 +89,8 @@ class Runner:
         self._flying: deque[Flying] = deque()
         self._sampled_in = np.full(max_running, -1, dtype=np.int64)
         """Plan in which each slot last sampled: its token must be here before the slot's next decode row."""
-        self._awaited: deque[tuple[int, IntArray, Receive]] = deque()
+        self._awaited: deque[tuple[int, torch.Tensor, Receive]] = deque()
+        """Sampled tokens to come: of which plan, and the slots that they are for, on the device."""
         self._last_done_s = 0.0
         self.num_steps = 0
         self.num_tokens = 0
@@ -143,6 +144,10 @@ class Runner:
             if self._sampler is not None:
                 self._sampler.register(new, unpack(new.tokens))
         self._state.take_pages(self._mirror)
+        # Whatever can be brought to the device is brought before it begins to wait for others.
+        self._steps.stage(rows)
+        sampling = rows.slots[rows.samples]
+        slots = upload(sampling, self._device) if self._first else None
         tokens = self._await_tokens(rows) if self._first else []
         held.hidden = held.hidden or self._receive_hidden(held)
         hidden = None if held.hidden is None else held.hidden.wait()
@@ -150,16 +155,16 @@ class Runner:
         flying = Flying(held, clock, tokens)
         outcome = self._steps.run(plan.plan_id, rows, hidden)
         if self._comm.next is not None:
-            self._comm.next.send(plan.plan_id, outcome.hidden)
+            self._comm.next.send(plan.plan_id, outcome.hidden, lent=outcome.lent)
         held.feedback = held.feedback or self._receive_tokens(held)
         if self._last:
-            self._finish(flying, outcome)
+            self._finish(flying, outcome, slots)
         clock.stop()
         flying.issued_s = time.monotonic()
-        sampling = rows.slots[rows.samples]
         self._sampled_in[sampling] = plan.plan_id
         if held.feedback is not None:
-            self._awaited.append((plan.plan_id, sampling, held.feedback))
+            assert slots is not None
+            self._awaited.append((plan.plan_id, slots, held.feedback))
             # What left the window has arrived; tokens that nobody continues from are not kept for ever.
             self._take_tokens(plan.plan_id - self._window)
         self._flying.append(flying)
@@ -173,6 +178,8 @@ class Runner:
             flying = self._flying[0]
             if not flying.clock.is_done():
                 self._check_deadline(flying)
+                return
+            if flying.sampled is not None and not flying.sampled.is_here():
                 return
             self._flying.popleft()
             self._last_done_s = time.monotonic()
@@ -219,15 +226,15 @@ class Runner:
         taken = []
         while self._awaited and self._awaited[0][0] <= up_to:
             _, slots, receive = self._awaited.popleft()
-            self._keep_tokens(slots, receive.wait())
+            self._state.last_token.index_copy_(0, slots, receive.wait())
             taken.append(receive)
         return taken
 
-    def _keep_tokens(self, slots: IntArray, tokens: torch.Tensor) -> None:
-        self._state.last_token.index_copy_(0, upload(slots, self._device), tokens)
+    def _finish(self, flying: Flying, outcome: Outcome, sampling: torch.Tensor | None) -> None:
+        """Sample, and score prompt positions where asked for; every rank of the stage joins in.
 
-    def _finish(self, flying: Flying, outcome: Outcome) -> None:
-        """Sample, and score prompt positions where asked for; every rank of the stage joins in."""
+        sampling: the slots of the sampled tokens, on the device, if this is the first stage too.
+        """
         held = flying.held
         rows = held.rows
         flying.prompt = self._score_prompts(rows, outcome.hidden)
@@ -236,18 +243,18 @@ class Runner:
         slots = rows.slots[rows.samples]
         if self._sampler is not None:
             positions = (rows.starts + rows.counts)[rows.samples]
-            greedy = None
-            if outcome.greedy is not None and outcome.finite is not None:
-                greedy = outcome.greedy, outcome.finite
-            flying.sampled = self._sampler.sample(outcome.logits, slots, positions, greedy)
+            flying.sampled = self._sampler.sample(outcome.logits, slots, positions, outcome.best)
             tokens = flying.sampled.tokens
         else:
             tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         tokens = self._comm.tensor.broadcast(tokens)
         if self._comm.feedback_out is not None:
-            self._comm.feedback_out.send(held.plan.plan_id, tokens)
-        if self._first:
-            self._keep_tokens(slots, tokens)
+            self._comm.feedback_out.send(held.plan.plan_id, tokens, lent=outcome.lent)
+        if sampling is not None:
+            self._state.last_token.index_copy_(0, sampling, tokens)
+        if flying.sampled is not None:
+            assert self._sampler is not None
+            flying.sampled.fetch(self._sampler.copies)
 
     def _score_prompts(self, rows: Rows, x_TD: torch.Tensor) -> dict[int, list[Scores]]:
         found: dict[int, list[Scores]] = {}

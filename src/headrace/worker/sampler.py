@@ -80,23 +80,51 @@ class Scores:
         ]
 
 
-@dataclass(frozen=True)
 class Sampled:
-    """Tokens on the device, and what the host will read of them once the device has come to here."""
+    """Tokens on the device; the host reads them once they were fetched and are here."""
 
-    tokens: torch.Tensor
-    """[R] int64, on the device."""
-    _host_tokens: torch.Tensor
-    _finite: torch.Tensor
-    _scored_rows: Sequence[int] = ()
-    _scores: Scores | None = None
+    def __init__(self, best_2R: torch.Tensor, logits_RV: torch.Tensor, num_top: dict[int, int]) -> None:
+        """best_2R: the tokens, and whether their rows' logits are sound. num_top: by row, how many are scored."""
+        self._best, self._logits, self._num_top = best_2R, logits_RV, num_top
+        self._scores: Scores | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """[R] int64, on the device."""
+        return self._best[0]
+
+    def fetch(self, copies: torch.cuda.Stream | None) -> None:
+        """Issue the copies to the host: after the tokens were sent on, for the next step waits for those.
+
+        On a GPU they are made beside the next step, in the stream `copies`, from a copy that stays as it is.
+        """
+        if self._num_top:
+            chosen = upload(np.array(list(self._num_top)), self._best.device)
+            self._scores = Scores.of(
+                self._logits.index_select(0, chosen), self.tokens.index_select(0, chosen), list(self._num_top.values())
+            )
+        if copies is None:
+            return
+        kept = self._best.clone()
+        kept.record_stream(copies)
+        copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(copies):
+            self._best = download(kept)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def is_here(self) -> bool:
+        """Whether what was fetched can be read, once the stream that fetched it has come to there."""
+        return self._copied is None or self._copied.query()
 
     def finish(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
         """Tokens, and log-probabilities by row where asked for. Raises Fault for logits that are no numbers."""
-        if not bool(self._finite.all()):
+        tokens, sound = self._best.tolist()
+        if not all(sound):
             raise Fault("the model computed a NaN or an infinity: its weights or its dtype do not hold")
-        entries = {} if self._scores is None else dict(zip(self._scored_rows, self._scores.entries(), strict=True))
-        return self._host_tokens.tolist(), entries
+        entries = {} if self._scores is None else dict(zip(self._num_top, self._scores.entries(), strict=True))
+        return tokens, entries
 
 
 class Sampler:
@@ -116,6 +144,8 @@ class Sampler:
         self._specs: list[SamplerSpec] = [SamplerSpec()] * num_slots
         self._counts: dict[int, _Counts] = {}
         self._one = torch.ones(1, device=device)
+        self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        """In which tokens go to the host."""
 
     def register(self, new: Register, tokens: npt.NDArray[np.int32]) -> None:
         """A slot begins a life with these tokens, `new.num_prompt` of them the prompt."""
@@ -144,38 +174,33 @@ class Sampler:
         logits_RV: torch.Tensor,
         slots: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
-        greedy: tuple[torch.Tensor, torch.Tensor] | None = None,
+        best_2R: torch.Tensor | None = None,
     ) -> Sampled:
         """Tokens for rows of `slots`, to stand at `positions`. Nothing here waits for the device.
 
-        greedy: the rows' best tokens and whether their logits are finite, where that is known already.
+        best_2R: the rows' best tokens and whether their logits are sound, where that is known already.
         """
         edits = bool(self._edits[slots].any())
         drawn = bool((self._temperature[slots] > 0).any())
-        if greedy is None or edits:
-            tokens, finite = argmax(logits_RV)
-        else:
-            tokens, finite = greedy
+        best = argmax(logits_RV) if best_2R is None else best_2R
+        tokens, sound = best
         if edits or drawn:
             logits = logits_RV
             if edits:
                 logits = logits_RV.to(torch.float32, copy=True)
                 for row in np.flatnonzero(self._edits[slots]).tolist():
                     self._edit(logits[row], int(slots[row]), int(positions[row]))
-                tokens, _ = argmax(logits)
+                tokens = argmax(logits)[0]
             if drawn:
                 tokens = self._draw(logits, tokens, slots, positions)
+            best = torch.stack((tokens, sound))
         if self._counts:
             for row, slot in enumerate(slots.tolist()):
                 if slot in self._counts:
                     self._counts[slot].output.index_add_(0, tokens[row : row + 1], self._one)
-        wanted = np.flatnonzero(self._logprobs[slots] >= 0)
-        if not len(wanted):
-            return Sampled(tokens, download(tokens), download(finite))
-        chosen = upload(wanted, self.device)
-        most = [int(n) for n in self._logprobs[slots[wanted]]]
-        scores = Scores.of(logits_RV.index_select(0, chosen), tokens.index_select(0, chosen), most)
-        return Sampled(tokens, download(tokens), download(finite), wanted.tolist(), scores)
+        num_top = self._logprobs[slots]
+        scored = np.flatnonzero(num_top >= 0)
+        return Sampled(best, logits_RV, dict(zip(scored.tolist(), num_top[scored].tolist(), strict=True)))
 
     def _edit(self, logits_V: torch.Tensor, slot: int, position: int) -> None:
         """Penalties, biases and the ban on early ends, in place."""

@@ -81,8 +81,8 @@ def bring_up(config: EngineConfig, rank: int, store: str, progress: Callable[[in
         expert=comm.expert,
         expert_slice=comm.expert_slice,
         routing_counter=counter,
-        # First in line: what runs beside routing must be under way before the routed experts fill the device.
-        side=torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None,
+        side=torch.cuda.Stream(device, priority=-2) if device.type == "cuda" else None,
+        spare=torch.cuda.Stream(device) if device.type == "cuda" else None,
         reserve=comm.held_multiprocessors,
     )
     model = build_model(build)

@@ -34,10 +34,10 @@ class Outcome:
     """[T, D]"""
     logits: torch.Tensor | None = None
     """[R, V] of the rows that sample, on the last stage."""
-    greedy: torch.Tensor | None = None
-    """[R] their best tokens, where they are known already."""
-    finite: torch.Tensor | None = None
-    """[R] with `greedy`: whether a row's logits are numbers."""
+    best: torch.Tensor | None = None
+    """[2, R] their best tokens and whether their logits are sound, where that is known already."""
+    lent: bool = False
+    """Whether all of it is overwritten by what the stream is given for the next step."""
 
 
 class Steps(Protocol):
@@ -45,6 +45,10 @@ class Steps(Protocol):
 
     backend: str
     """What it runs on, for reports."""
+
+    def stage(self, rows: Rows) -> None:
+        """Bring to the device what the step needs beside its input: before the stream waits for that."""
+        ...
 
     def run(self, plan_id: int, rows: Rows, hidden: torch.Tensor | None) -> Outcome:
         """One step. `hidden` [T, D] comes from the stage before; None on the first."""
@@ -97,6 +101,9 @@ class EagerSteps:
         self._page_size, self._max_len, self._device = page_size, max_len, device
         self._latent = model.has_latent_cache
         self.backend = "torch" if state.page_table is None else "triton"
+
+    def stage(self, rows: Rows) -> None:
+        """Nothing: what it needs follows from what it finds."""
 
     def run(self, plan_id: int, rows: Rows, hidden: torch.Tensor | None) -> Outcome:
         """One step."""

@@ -11,6 +11,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,16 @@ from headrace.kernels.driver import check, driver, nvrtc
 
 DEFAULT_SMEM = 48 << 10
 """Dynamic shared memory that a block may have without asking."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Memory that is no tensor here: another process's."""
+
+    value: int
+
+
+Argument = torch.Tensor | Address | int | float | None
 
 
 class Kernel:
@@ -39,7 +50,7 @@ class Kernel:
         self,
         grid: tuple[int, int, int],
         block: int,
-        args: Sequence[torch.Tensor | int | float | None],
+        args: Sequence[Argument],
         smem: int = 0,
         *,
         early: bool = False,
@@ -61,8 +72,8 @@ class Kernel:
             if isinstance(arg, torch.Tensor):
                 values.append(arg.data_ptr())
                 kinds.append(ctypes.c_void_p)
-            elif arg is None:
-                values.append(0)
+            elif arg is None or isinstance(arg, Address):
+                values.append(0 if arg is None else arg.value)
                 kinds.append(ctypes.c_void_p)
             elif isinstance(arg, int):
                 values.append(arg)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import random
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.kernels.all_reduce import REFRESH, SOURCE, all_reduce_reference, blocks_of, buffer_bytes, fits
+from headrace.kernels import all_reduce as module
+from headrace.kernels import nvrtc
+from headrace.kernels.all_reduce import REFRESH, SOURCE, Buffers, all_reduce_reference, blocks_of, buffer_bytes, fits
+from headrace.kernels.nvrtc import Address
 from tests.kernels.emulated import emulated, needs_compiler
 from tests.kernels.stamped_words import Overwritten, Protocol, State
 
@@ -97,6 +101,20 @@ def test_two_buffers_are_enough_for_more_ranks(chance: random.Random, ranks: int
 
 def test_a_launch_of_many_is_renewed_before_stamps_come_again() -> None:
     assert (REFRESH + 1) & REFRESH == 0 and 2 * (REFRESH + 1) < 1 << 31
+
+
+def test_what_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[Any] = []
+    monkeypatch.setattr(module, "fits", lambda x, most_bytes: x.nbytes <= most_bytes)
+    monkeypatch.setattr(nvrtc, "kernel", lambda *made_of: lambda *args, **more: launched.append((*args, more)))
+    x, epochs = torch.zeros(1024, 9), torch.ones(16, dtype=torch.int32)
+    assert module.all_reduce(x, Buffers(1, (100, 200, 300), epochs)) is x
+    (grid, threads, args, more) = launched[0]
+    assert (grid, threads, more) == ((9, 1, 1), module.THREADS, {"early": True})
+    assert args[0] is x and args[1:4] == [9 * 256, 1, 16] and args[4] is epochs
+    assert args[5:9] == [Address(200), Address(100), Address(200), Address(300)] and args[9:] == [None] * 5
+    with pytest.raises(AssertionError):
+        module.all_reduce(torch.zeros(17, 1024), Buffers(0, (100, 200), epochs))
 
 
 def test_sizes() -> None:

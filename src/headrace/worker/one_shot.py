@@ -80,18 +80,25 @@ class OneShot:
 
 
 def connect_one_shot(
-    store: dist.Store, name: str, ranks: int, index: int, device: torch.device, blocks: int | None = None
+    store: dist.Store,
+    name: str,
+    ranks: int,
+    index: int,
+    device: torch.device,
+    most: int | None = None,
+    threads: int = all_reduce.THREADS,
 ) -> OneShot | None:
     """This rank's part of a group, or None on all of them where a rank could not map another's memory.
 
-    All ranks call this at the same time. name: the group's, the same on all, and no other's.
+    All ranks call this at the same time. name: the group's, the same on all, and no other's. most: bytes of the largest
+    tensor, by default as `most_bytes` has it.
     """
     what = f"sums of the {name} through the GPUs' memory"
-    blocks = blocks or all_reduce.blocks_of(most_bytes(ranks))
+    blocks = all_reduce.blocks_of(most or most_bytes(ranks), threads)
     problem = ""
     addresses: list[int] = []
     try:
-        size = -(-all_reduce.buffer_bytes(ranks, blocks) // ALIGN) * ALIGN
+        size = -(-all_reduce.buffer_bytes(ranks, blocks, threads) // ALIGN) * ALIGN
         own, memory = allocate(size, device, what)
         memory.zero_()
         torch.cuda.synchronize(device)
@@ -113,4 +120,4 @@ def connect_one_shot(
             log.warning("%s; NCCL does them", next(text for text in told if text != "none"))
         return None
     epochs = torch.ones(blocks, dtype=torch.int32, device=device)
-    return OneShot(Buffers(index, tuple(addresses), epochs), what)
+    return OneShot(Buffers(index, tuple(addresses), epochs, threads), what)

@@ -1,4 +1,4 @@
-"""Measures headrace on GPUs: `python -m bench.gpu kernels NAME...`, `engine ...`, and `table` for what they recorded.
+"""Measures headrace on GPUs: `python -m bench.gpu kernels NAME...`, `all_reduce`, `engine ...`, and `table` of records.
 
 `engine` starts each layout once and measures decode at every count of requests, then prefill; results are appended to
 a JSON-lines file cell by cell, and cells that are there already are skipped.
@@ -26,9 +26,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from bench.kernel_cells.__main__ import main as kernels
 
         return kernels(given[1:])
+    if given[:1] == ["all_reduce"]:
+        from bench.all_reduce import main as all_reduce
+
+        return all_reduce(given[1:])
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("kernels", help="cells of bench/kernel_cells (see its own --help)")
+    commands.add_parser("all_reduce", help="small sums over GPUs, beside NCCL's (see its own --help)")
     _engine_flags(commands.add_parser("engine", help="decode and prefill rates of layouts"))
     table = commands.add_parser("table", help="Markdown of what was recorded")
     table.add_argument("--engine", type=Path, nargs="*", default=[ENGINE], metavar="FILE")

@@ -108,6 +108,8 @@ class RunConfig:
     """Deadline of every wait between ranks, in seconds."""
     edges: Literal["auto", "nccl"] = "auto"
     """How stages on GPUs are joined; auto writes into the next GPU's memory where it can be reached, else uses NCCL."""
+    all_reduce: Literal["auto", "nccl"] = "auto"
+    """How a stage's GPUs add up small results; auto writes into each other's memory where all can, else uses NCCL."""
     trace: str | None = None
     """Folder for a record of every stage's steps (one JSON line a step and rank)."""
 

@@ -35,6 +35,11 @@ def mesh(pp: int, tp: int, ep: int, *split: int) -> Mesh:
     return Mesh(pp=pp, tp=tp, ep=ep, split=split)
 
 
+def test_sums_over_more_gpus_than_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["all_reduce", "--ranks", "99"]) == 2
+    assert capsys.readouterr().err == "--ranks 99: there are not so many GPUs here\n"
+
+
 # --- kernel cells ---------------------------------------------------------------------------------------------------
 
 

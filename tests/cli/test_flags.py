@@ -35,6 +35,7 @@ SERVE = """
 --transport    Literal['ipc', 'tcp']                   'ipc'
 --timeout      float                                   60.0
 --edges        Literal['auto', 'nccl']                 'auto'
+--all-reduce   Literal['auto', 'nccl']                 'auto'
 --trace        str | None                              None
 --host         str                                     '127.0.0.1'
 --port         int                                     8000

@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 
 from headrace.kernels import nvrtc
+from headrace.kernels.nvrtc import Argument
 from headrace.kernels.routing import MAX_EXPERTS, MAX_TOP_K, UniformRouting, route
-
-Argument = torch.Tensor | int | float | None
 
 SOURCE = Path(__file__).with_suffix(".cu")
 FUSED_TOKENS = 128

@@ -11,6 +11,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,19 @@ DEFAULT_SMEM = 48 << 10
 """Dynamic shared memory that a block may have without asking."""
 
 
+<<<<<<< HEAD
 class Address(int):
     """Of device memory that is no tensor's."""
+=======
+@dataclass(frozen=True)
+class Address:
+    """Memory that is no tensor here: another process's."""
+
+    value: int
+
+
+Argument = torch.Tensor | Address | int | float | None
+>>>>>>> w-oneshot
 
 
 class Kernel:
@@ -43,7 +55,11 @@ class Kernel:
         self,
         grid: tuple[int, int, int],
         block: int,
+<<<<<<< HEAD
         args: Sequence[torch.Tensor | Address | int | float | None],
+=======
+        args: Sequence[Argument],
+>>>>>>> w-oneshot
         smem: int = 0,
         *,
         early: bool = False,
@@ -67,8 +83,8 @@ class Kernel:
             if isinstance(arg, torch.Tensor):
                 values.append(arg.data_ptr())
                 kinds.append(ctypes.c_void_p)
-            elif arg is None:
-                values.append(0)
+            elif arg is None or isinstance(arg, Address):
+                values.append(0 if arg is None else arg.value)
                 kinds.append(ctypes.c_void_p)
             elif isinstance(arg, int):
                 values.append(arg)

@@ -13,11 +13,13 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from headrace.errors import PeerLost
+from headrace.errors import Fault, PeerLost
 from headrace.layers.axis import Axis, library_words
 from headrace.mesh import Mesh
-from headrace.worker.copy_edge import CopyInlet, CopyOutlet, can_copy
+from headrace.worker.copy_edge import CopyInlet, CopyOutlet
 from headrace.worker.edge import DeviceEdge, Edge, HostEdge
+from headrace.worker.one_shot import OneShot, all_reach, connect_one_shot
+from headrace.worker.peer_memory import can_reach
 
 OWN_TIMEOUT_FACTOR = 3
 """The library's own deadline, in ours: ours must end first, for its message names the edge."""
@@ -56,6 +58,8 @@ class Devices:
     token_bytes: int = 0
     copies: bool = False
     """Edges between GPUs that can write to each other's memory are copies; the others, and all if False, are NCCL's."""
+    one_shot: bool = False
+    """Small sums of a stage whose GPUs all reach each other go through their memory; the others are NCCL's."""
 
 
 def connect(
@@ -77,7 +81,7 @@ def connect(
         # One more than the plans that can be in flight, so that a send never waits while its plan is in the window.
         return _Connector(mesh, rank, timeout_s, own, max_in_flight + 1, devices, store).connect()
     except RuntimeError as error:
-        if isinstance(error, PeerLost):
+        if isinstance(error, Fault):
             raise
         words = library_words(error, timeout_s * OWN_TIMEOUT_FACTOR)
         raise PeerLost(f"rank {rank}: the {mesh.num_ranks} ranks did not come together: {words}") from error
@@ -104,6 +108,8 @@ class _Connector:
                 group = self._group(list(mesh.ranks_of(stage)), edge=False)
                 if mesh.stage_of(rank) == stage:
                     tensor_group = group
+        name = f"tensor ranks of stage {mesh.stage_of(rank)}"
+        one_shot = self._one_shot(name)
         previous = following = feedback_in = feedback_out = None
         for source in range(mesh.num_ranks - mesh.tp):
             edge = self._edge(source, source + mesh.tp, "activations")
@@ -117,8 +123,10 @@ class _Connector:
                 feedback_in = edge
             elif edge is not None:
                 feedback_out = edge
-        axis = Axis.at(mesh.tensor(rank), tensor_group, f"tensor ranks of stage {mesh.stage_of(rank)}", self.timeout_s)
+        axis = Axis.at(mesh.tensor(rank), tensor_group, name, self.timeout_s, one_shot)
         self._warm(axis)
+        if one_shot is not None:
+            one_shot.try_out(self.timeout_s)
         return Comm(
             axis,
             Axis.at(mesh.expert(rank), None, "expert"),
@@ -143,9 +151,15 @@ class _Connector:
             options.config.max_ctas = EDGE_CTAS
         return dist.new_group(ranks, timeout=self.own, backend="nccl", pg_options=options)
 
+    def _one_shot(self, name: str) -> OneShot | None:
+        ranks = self.mesh.ranks_of(self.mesh.stage_of(self.rank))
+        if not (self.devices.one_shot and len(ranks) > 1 and all_reach([self.devices.of_rank[r] for r in ranks])):
+            return None
+        return connect_one_shot(self.store, name, len(ranks), self.mesh.tensor(self.rank).index, self.device)
+
     def _edge(self, source: int, target: int, what: Literal["activations", "sampled tokens"]) -> Edge | None:
         stage, of_rank = self.mesh.stage_of, self.devices.of_rank
-        copies = self.devices.copies and can_copy(of_rank[source], of_rank[target])
+        copies = self.devices.copies and can_reach(of_rank[source], of_rank[target])
         group = None if copies else self._group([source, target], edge=True)
         if self.rank not in (source, target):
             return None

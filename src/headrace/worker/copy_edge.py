@@ -11,7 +11,6 @@ flight, and what comes over this edge for one plan has been used before the plan
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,29 +19,10 @@ import torch.distributed as dist
 
 from headrace.kernels.driver import check, driver
 from headrace.kernels.push import can_push, push
+from headrace.worker.peer_memory import allocate, handle_of, open_handle
 
 ALIGN = 512
 COUNTER_BYTES = 512
-
-
-def can_copy(device: torch.device, peer: torch.device) -> bool:
-    """Whether one GPU of this host can write to the other's memory, and nobody has forbidden it."""
-    if os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0"):
-        return False
-    assert device.index is not None and peer.index is not None
-    return device.index != peer.index and torch.cuda.can_device_access_peer(device, peer)
-
-
-class _Memory:
-    """Device memory as PyTorch and NumPy see foreign memory."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
 
 
 class CopyReceive:
@@ -72,18 +52,13 @@ class CopyInlet:
     def __init__(
         self, store: dist.Store, key: str, name: str, num_bytes: int, depth: int, device: torch.device
     ) -> None:
-        api = driver()
         self.name = name
-        self._api, self._depth, self._device = api, depth, device
+        self._api, self._depth, self._device = driver(), depth, device
         self._slot_bytes = -(-num_bytes // ALIGN) * ALIGN
-        total = COUNTER_BYTES + depth * self._slot_bytes
-        # Not from PyTorch's pool: what is mapped elsewhere must be an allocation of its own.
-        self._address = int(_check(api.cuMemAlloc(total), name))
-        self._memory = torch.as_tensor(_Memory(self._address, total), device=device)
+        self._address, self._memory = allocate(COUNTER_BYTES + depth * self._slot_bytes, device, _what(name))
         self._memory[:COUNTER_BYTES].zero_()
         torch.cuda.synchronize(device)
-        handle = _check(api.cuIpcGetMemHandle(self._address), name)
-        store.set(key, bytes(handle.reserved).hex())
+        store.set(key, handle_of(self._address, _what(name)))
         self._count = 0
 
     def send(self, plan_id: int, tensor: torch.Tensor, *, lent: bool = False) -> None:
@@ -116,14 +91,10 @@ class CopyOutlet:
     def __init__(
         self, store: dist.Store, key: str, name: str, num_bytes: int, depth: int, device: torch.device
     ) -> None:
-        api = driver()
         self.name = name
-        self._api, self._depth = api, depth
+        self._api, self._depth = driver(), depth
         self._slot_bytes = -(-num_bytes // ALIGN) * ALIGN
-        handle = api.CUipcMemHandle()
-        handle.reserved = bytes.fromhex(store.get(key).decode())
-        flag = api.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-        self._address = int(_check(api.cuIpcOpenMemHandle(handle, flag.value), name))
+        self._address = open_handle(store.get(key).decode(), _what(name))
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._count = 0
         self._copying = False
@@ -157,4 +128,8 @@ class CopyOutlet:
 
 def _check(answer: tuple[Any, ...], edge: str) -> Any:
     """The value of a driver's call. Raises Fault naming the edge and the driver's error."""
-    return check(answer, f"{edge}, by copy (--edges nccl does without)")
+    return check(answer, _what(edge))
+
+
+def _what(edge: str) -> str:
+    return f"{edge}, by copy (--edges nccl does without)"

@@ -140,6 +140,7 @@ def _devices(config: EngineConfig, mesh: Mesh, spec: ModelSpec, dtype: torch.dty
         hidden_bytes=config.schedule.chunk * spec.hidden * dtype.itemsize,
         token_bytes=config.schedule.max_running * torch.int64.itemsize,
         copies=config.run.edges == "auto",
+        one_shot=config.run.all_reduce == "auto",
     )
 
 

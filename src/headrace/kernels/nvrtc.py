@@ -26,10 +26,6 @@ DEFAULT_SMEM = 48 << 10
 """Dynamic shared memory that a block may have without asking."""
 
 
-<<<<<<< HEAD
-class Address(int):
-    """Of device memory that is no tensor's."""
-=======
 @dataclass(frozen=True)
 class Address:
     """Memory that is no tensor here: another process's."""
@@ -38,7 +34,6 @@ class Address:
 
 
 Argument = torch.Tensor | Address | int | float | None
->>>>>>> w-oneshot
 
 
 class Kernel:
@@ -55,11 +50,7 @@ class Kernel:
         self,
         grid: tuple[int, int, int],
         block: int,
-<<<<<<< HEAD
-        args: Sequence[torch.Tensor | Address | int | float | None],
-=======
         args: Sequence[Argument],
->>>>>>> w-oneshot
         smem: int = 0,
         *,
         early: bool = False,
@@ -88,7 +79,7 @@ class Kernel:
                 kinds.append(ctypes.c_void_p)
             elif isinstance(arg, int):
                 values.append(arg)
-                kinds.append(ctypes.c_void_p if isinstance(arg, Address) else ctypes.c_int)
+                kinds.append(ctypes.c_int)
             else:
                 values.append(arg)
                 kinds.append(ctypes.c_float)

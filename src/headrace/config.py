@@ -107,7 +107,7 @@ class RunConfig:
     edges: Literal["auto", "nccl"] = "auto"
     """How stages on GPUs are joined; auto writes into the next GPU's memory where it can be reached, else uses NCCL."""
     trace: str | None = None
-    """Folder for a record of every stage's steps (one JSON line a step and rank)."""
+    """File for a trace of every stage's steps, written at the end, which Perfetto and Chrome open."""
 
     def __post_init__(self) -> None:
         if not self.timeout_s > 0:

@@ -65,6 +65,7 @@ class CopyReceive:
 class CopyInlet:
     """The receiving end."""
 
+    stream = None
     posts_ahead = True
 
     def __init__(
@@ -122,12 +123,12 @@ class CopyOutlet:
         handle.reserved = bytes.fromhex(store.get(key).decode())
         flag = api.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         self._address = int(_check(api.cuIpcOpenMemHandle(handle, flag.value), name))
-        self._stream = torch.cuda.Stream(device, priority=-1)
+        self.stream = torch.cuda.Stream(device, priority=-1)
         self._count = 0
 
     def send(self, plan_id: int, tensor: torch.Tensor) -> None:
         """Send what the current stream has made of the tensor by now."""
-        api, stream = self._api, self._stream
+        api, stream = self._api, self.stream
         assert tensor.is_contiguous() and tensor.nbytes <= self._slot_bytes, f"{self.name}: {tuple(tensor.shape)}"
         target = self._address + COUNTER_BYTES + self._count % self._depth * self._slot_bytes
         self._count += 1

@@ -70,7 +70,6 @@ def _engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--option", action="append", default=[], metavar="NAME=VALUE", help="any other option of LLM: graphs=false")
     add("--p2p", choices=("on", "off"), default="on", help="off: NCCL_P2P_DISABLE=1 for the workers")
     add("--backend", default="", help="what every stage must say it ran; by default triton+graphs, on a CPU any")
-    add("--settle", type=float, default=1.5, metavar="SECONDS", help="wait after a cell, for its busy shares")
     add("--profile", type=Path, metavar="DIR", help="HEADRACE_PROFILE for the workers")
     add("--note", default="", help="part of what a cell is recorded under, to tell versions apart")
     add("--out", type=Path, default=ENGINE, metavar="FILE")
@@ -107,7 +106,6 @@ def _engine(options: argparse.Namespace) -> int:
             budget_s=options.budget,
             bytes_per_s=options.copy * 1e12,
             flops_per_s=options.product * 1e12,
-            settle_s=options.settle,
             profile=options.profile,
             note=options.note,
         )

@@ -63,8 +63,6 @@ class Plan:
     budget_s: float
     bytes_per_s: float
     flops_per_s: float
-    settle_s: float = 0.0
-    """Wait after each cell, so that the busy shares count all of it: workers and engine tell them once a second."""
     profile: Path | None = None
     note: str = ""
 
@@ -165,16 +163,17 @@ def _measure_layout(session: Session, layout: str, split: str) -> None:
             f"(weights {head['load_s']} s), GPU memory {gib or '-'} GiB, {head['kv_tokens']} KV tokens",
             flush=True,
         )
+        before = llm.settle().stages
         for kind, count in cells:
             if session.left_s() < MARGIN * session.cell_cost_s.get(kind, 0.0):
                 print(f"--budget: stopped before {layout} {kind} {count}", flush=True)
                 session.num_failed += 1
                 return
-            began, before = time.monotonic(), llm.status.stages
+            began = time.monotonic()
             row = _decode(llm, plan, count) if kind == "decode" else _prefill(llm, plan)
-            _settle(llm, plan)
-            _check_backend(llm.status.stages, plan)
-            row["busy"] = busy_shares(before, llm.status.stages)
+            after = llm.settle().stages
+            _check_backend(after, plan)
+            row["busy"], before = busy_shares(before, after), after
             session.cell_cost_s[kind] = max(session.cell_cost_s.get(kind, 0.0), time.monotonic() - began)
             row = head | row | {"key": _key(session, layout, split, kind, count), "kind": kind}
             _append(plan.out, row)
@@ -259,14 +258,8 @@ def _timed(llm: LLM, source: random.Random, count: int, prompt: int, output: int
     return spent
 
 
-def _settle(llm: LLM, plan: Plan) -> None:
-    if plan.settle_s:
-        time.sleep(plan.settle_s)
-        _timed(llm, random.Random(0), 1, 1, 1)  # what was told meanwhile is heard
-
-
 def busy_shares(before: Sequence[StageStats], after: Sequence[StageStats]) -> list[float | None]:
-    """By stage: time in forward passes over time with plans in flight, between two statuses."""
+    """By stage: time on steps over time with plans in flight, between two settled statuses."""
     shares: list[float | None] = []
     earlier = {stage.stage: stage for stage in before}
     for stage in after:

@@ -111,7 +111,7 @@ class RunConfig:
     all_reduce: Literal["auto", "nccl"] = "auto"
     """How a stage's GPUs add up small results; auto writes into each other's memory where all can, else uses NCCL."""
     trace: str | None = None
-    """Folder for a record of every stage's steps (one JSON line a step and rank)."""
+    """File for a trace of every stage's steps, written at the end, which Perfetto and Chrome open."""
 
     def __post_init__(self) -> None:
         if not self.timeout_s > 0:

@@ -178,9 +178,22 @@ class StageStats(msgspec.Struct, frozen=True):
     num_tokens: int = 0
     """Positions computed."""
     busy_s: float = 0.0
-    """Time spent in forward passes."""
+    """Time spent on steps: forward passes and sampling."""
+    activations_wait_s: float = 0.0
+    """Time with a plan in hand whose hidden states had not come from the stage before."""
+    tokens_wait_s: float = 0.0
+    """Time with a plan in hand whose sampled tokens had not come from the last stage."""
+    plan_wait_s: float = 0.0
+    """Time with no plan in hand while the engine had plans in flight: what is left of `active_s`."""
+    communication_s: float = 0.0
+    """Time in which nothing but sends and messages kept the stage from its next step."""
     active_s: float = 0.0
-    """Time during which the engine had plans in flight: busy share = busy_s / active_s."""
+    """Time during which the engine had plans in flight, up to the stage's last word: busy share = busy_s / active_s.
+
+    It is the sum of busy time, waits and communication.
+    """
+    edge_s: float = 0.0
+    """From the end of a step's computing to the end of its send, beside other work or not."""
     backend: str = ""
     """What its steps run on: "torch", "triton" or "triton+graphs"."""
     graph_bytes: int = 0
@@ -209,6 +222,8 @@ class EngineStatus(msgspec.Struct, frozen=True, tag="status"):
     stages: list[StageStats] = []
     host_s: float = 0.0
     """Time the engine spent on scheduling, encoding and results since start."""
+    settled: bool = False
+    """Whether nothing is in flight and the stages' counters hold all that was."""
 
 
 EngineMessage = Outputs | EngineStatus
@@ -341,6 +356,17 @@ class WorkerStats(msgspec.Struct, frozen=True, tag="stats", array_like=True):
     num_steps: int
     num_tokens: int
     busy_s: float
+    activations_wait_s: float
+    tokens_wait_s: float
+    communication_s: float
+    edge_s: float
+    open_s: float = 0.0
+    """Time since the last step that was counted ended; 0 with no plan in hand."""
+
+    @property
+    def told_s(self) -> float:
+        """Time that the worker itself accounts for."""
+        return self.busy_s + self.activations_wait_s + self.tokens_wait_s + self.communication_s
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -159,6 +159,19 @@ def test_metrics(caller: Caller) -> None:
     assert samples["stage_step_seconds_count", "0", None] == 10
     assert samples["stage_step_seconds_sum", "1", None] == 0.25
     assert samples["stage_busy_ratio", "0", None] == 0.5
+    assert samples["stage_bubble_ratio", "1", None] == 0.75
+    assert samples["stage_communication_seconds_total", "0", None] == 0.125
+    assert samples["stage_edge_seconds_total", "0", None] == 0.375
     assert samples["stage_tokens_total", "1", None] == 80
     assert samples["stage_layers", "1", None] == 2
     assert samples["stage_weight_bytes", "1", None] == 1100
+    waits = {
+        (sample.labels["stage"], sample.labels["kind"]): sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == "headrace:stage_wait_seconds_total"
+    }
+    assert waits == {
+        ("0", "activations"): 0, ("0", "sampled_tokens"): 0.125, ("0", "plan"): 0.25,
+        ("1", "activations"): 0.75, ("1", "sampled_tokens"): 0, ("1", "plan"): 0,
+    }  # fmt: skip

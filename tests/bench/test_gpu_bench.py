@@ -189,12 +189,12 @@ def test_the_whole_flow_on_a_processor(tmp_path: Path, capsys: pytest.CaptureFix
     (folder / "model.safetensors").unlink()  # a config alone will do
     out = tmp_path / "out.jsonl"
     flags = ["engine", "--model", str(folder), "--device", "cpu", "--layout", "pp2", "--split", "3,2", "--prompt", "8",
-             "--short", "2", "--output", "4", "--prefill", "24", "--repeats", "1", "--settle", "0", "--max-len", "128",
+             "--short", "2", "--output", "4", "--prefill", "24", "--repeats", "1", "--max-len", "128",
              "--option", "dtype=float32", "--out", str(out)]  # fmt: skip
     assert main([*flags, "--requests", "1,3"]) == 0
     rows = gpu_table.read_rows(out)
     assert [(row["kind"], row["requests"]) for row in rows] == [("decode", 1), ("decode", 3), ("prefill", 12)]
-    assert all(row["rate"] > 0 and row["split"] == [3, 2] and not row.get("problem") for row in rows)
+    assert all(row["split"] == [3, 2] and not row.get("problem") for row in rows)
     capsys.readouterr()
     assert main([*flags, "--requests", "1,3"]) == 0
     assert "all there already" in capsys.readouterr().out and len(gpu_table.read_rows(out)) == 3

@@ -1,4 +1,4 @@
-"""The KV cache's size: the least over the stages, whose layers decide; the workers' side is played by plain sockets."""
+"""The KV cache's size and the stages' counters; the workers' side is played by plain sockets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,19 @@ from headrace.engine.executor import Executor
 from headrace.errors import UserError
 from headrace.mesh import Mesh, build_mesh
 from headrace.model_config import spec_from_config
-from headrace.step import Allocate, Join, Loaded, Prepared, Start, StepPlan, Stop, ToWorkerMessage
+from headrace.step import (
+    Allocate,
+    Join,
+    Loaded,
+    StageStats,
+    Start,
+    StepPlan,
+    StepResult,
+    Stop,
+    ToWorkerMessage,
+    WorkerMessage,
+    WorkerStats,
+)
 
 K25 = spec_from_config(json.loads((Path(__file__).parents[1] / "data/configs/kimi-k2.5/config.json").read_text()))
 PAGE = 16
@@ -35,7 +47,7 @@ class Stand:
         url = join_url(directory, transport, "workers")  # type: ignore[arg-type]
         self.workers = [join(self.context, url, identity=f"rank-{r}".encode()) for r in range(mesh.num_ranks)]
 
-    def say(self, rank: int, message: Join | Loaded | Prepared) -> None:
+    def say(self, rank: int, message: WorkerMessage) -> None:
         self.workers[rank].send(msgspec.msgpack.encode(message))
 
     def hear(self, rank: int) -> Start | Allocate | StepPlan | Stop:
@@ -46,6 +58,15 @@ class Stand:
         for socket in (*self.workers, self.listener.clients, self.listener.workers):
             socket.close(linger=0)
         self.context.term()
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
 
 
 @pytest.fixture
@@ -116,3 +137,92 @@ def test_over_tcp_a_stranger_is_not_heard(tmp_path: Path) -> None:
     assert not stranger.poll(0)
     stranger.close(linger=0)
     stand.close()
+
+
+# --- where a stage's time goes --------------------------------------------------------------------------------------
+
+
+class Stages(Stand):
+    """Two stages on a clock that the test moves."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = Clock()
+        self.mesh = build_mesh(LayoutConfig(pp=2), K25)
+        super().__init__(directory, self.mesh)
+        load(self, self.mesh, 1000 * LATENT)
+        monkeypatch.setattr("headrace.engine.executor.time", self.clock)
+
+    def tell(
+        self, rank: int, num_steps: int, seconds: tuple[float, float, float, float], open_s: float = 0.0
+    ) -> list[StageStats]:
+        """A worker's counters: busy, waits for activations and for tokens, communication; what stages say then."""
+        busy, activations, tokens, communication = seconds
+        self.say(rank, WorkerStats(rank, num_steps, 0, busy, activations, tokens, communication, 0.0, open_s))
+        assert self.executor.socket.poll(5000)
+        assert not list(self.executor.results())
+        return self.executor.stage_stats()
+
+    def finish(self, plan_id: int) -> None:
+        """The last stage answers."""
+        self.say(1, StepResult(plan_id, b""))
+        assert self.executor.socket.poll(5000)
+        assert [result.plan_id for result in self.executor.results()] == [plan_id]
+
+
+@pytest.fixture
+def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stages]:
+    made = Stages(tmp_path, monkeypatch)
+    yield made
+    made.close()
+
+
+def parts(stage: StageStats) -> tuple[float, ...]:
+    waits = stage.activations_wait_s, stage.tokens_wait_s, stage.plan_wait_s
+    assert sum((stage.busy_s, *waits, stage.communication_s)) == pytest.approx(stage.active_s)
+    return stage.active_s, stage.busy_s, *waits, stage.communication_s
+
+
+def test_what_a_stage_does_not_account_for_it_waited_for_a_plan(stages: Stages) -> None:
+    executor, clock = stages.executor, stages.clock
+    assert [parts(one) for one in executor.stage_stats()] == [(0.0,) * 6] * 2
+    executor.send(StepPlan(0, b""))
+    clock.now += 4
+    stages.tell(0, 1, (3.0, 0.0, 0.5, 0.25))
+    clock.now += 6
+    settled = [executor.is_settled]
+    stages.finish(0)
+    settled.append(executor.is_settled)
+    stages.tell(1, 1, (5.0, 4.0, 0.0, 0.0))
+    assert [*settled, executor.is_settled] == [False, False, True]
+    clock.now += 1000  # nothing is in flight
+    first, second = executor.stage_stats()
+    assert parts(first) == (10.0, 3.0, 0.0, 0.5, 6.25, 0.25)
+    assert parts(second) == (10.0, 5.0, 4.0, 0.0, 1.0, 0.0)
+
+
+def test_a_stage_that_is_at_work_has_its_time_up_to_its_last_word(stages: Stages) -> None:
+    executor, clock = stages.executor, stages.clock
+    executor.send(StepPlan(0, b""))
+    executor.send(StepPlan(1, b""))
+    clock.now += 4
+    first, second = stages.tell(0, 1, (3.0, 0.0, 0.0, 0.0), open_s=0.75)
+    clock.now += 50
+    # A quarter of a second before the first step; what has passed since it may be its second step.
+    assert [parts(one) for one in (first, executor.stage_stats()[0])] == [(3.25, 3.0, 0.0, 0.0, 0.25, 0.0)] * 2
+    assert parts(second) == (0.0,) * 6
+    # Its counters come together: a share of them is never above one.
+    assert parts(stages.tell(0, 2, (53.5, 0.0, 0.0, 0.0))[0]) == (54.0, 53.5, 0.0, 0.0, 0.5, 0.0)
+
+
+def test_counters_never_fall_back(stages: Stages) -> None:
+    executor, clock = stages.executor, stages.clock
+    executor.send(StepPlan(0, b""))
+    clock.now += 2
+    assert parts(stages.tell(0, 1, (1.0, 0.0, 0.0, 0.0))[0])[4] == 1.0
+    clock.now += 2
+    assert parts(executor.stage_stats()[0])[4] == 3.0  # idle while the other stage is not
+    executor.send(StepPlan(1, b""))
+    assert parts(executor.stage_stats()[0])[4] == 3.0
+    # A word that was quick on its way, after one that was slow.
+    clock.now += 1
+    assert parts(stages.tell(0, 2, (2.125, 0.0, 0.0, 0.0))[0]) == (5.125, 2.125, 0.0, 0.0, 3.0, 0.0)

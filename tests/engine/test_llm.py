@@ -6,13 +6,16 @@ import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.errors import Fault, UserError
-from headrace.telemetry.trace import read_trace
+from headrace.supervise.private import trace_folder
+from headrace.telemetry.trace import StepSpan, read_steps, save_trace
+from tests.telemetry.trace_format import HALF_NS, read, slices
 from tests.tiny import write_tiny
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -25,14 +28,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("trace")
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path, trace: Path) -> Iterator[LLM]:
+def llm(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    trace = tmp_path_factory.mktemp("trace") / "t.json"
     with LLM(str(folder), pp=3, dtype="float32", max_len=256, chunk=64, trace=str(trace), transport="tcp") as llm:
         yield llm
+        llm.generate([1], GREEDY)
+    assert slices(read(trace), "step")
+
+
+def steps_of(llm: LLM) -> list[StepSpan]:
+    """What its ranks have recorded by now."""
+    llm.settle()
+    return list(read_steps(trace_folder(llm.directory)))
 
 
 @pytest.fixture(scope="module")
@@ -125,9 +132,9 @@ def test_what_cannot_be_is_said_and_harms_nobody(
     assert len(llm.generate([1, 2], GREEDY)[0].token_ids) == 12
 
 
-def test_a_stage_computes_the_next_plan_while_the_following_stage_computes_this_one(llm: LLM, trace: Path) -> None:
+def test_a_stage_computes_the_next_plan_while_the_following_stage_computes_this_one(llm: LLM) -> None:
     llm.generate([list(range(60))] * 12, SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
-    spans = {(span.stage, span.plan_id): span for span in read_trace(trace)}
+    spans = {(span.stage, span.plan_id): span for span in steps_of(llm)}
     for stage in (0, 1):
         overlapping = 0
         for (at, plan_id), span in spans.items():
@@ -137,12 +144,53 @@ def test_a_stage_computes_the_next_plan_while_the_following_stage_computes_this_
         assert overlapping > 0, f"stage {stage} never computed while stage {stage + 1} did"
 
 
-def test_stages_run_plans_strictly_in_order(llm: LLM, trace: Path) -> None:
-    spans = read_trace(trace)
+def test_stages_run_plans_strictly_in_order(llm: LLM) -> None:
+    llm.generate(PROMPTS, GREEDY)
+    spans = steps_of(llm)
     for stage in range(3):
         mine = [span for span in spans if span.stage == stage]
         assert [span.plan_id for span in mine] == list(range(len(mine)))
-        assert all(a.end_ns <= b.start_ns for a, b in itertools.pairwise(mine))
+        assert all(a.end_ns <= b.wait_start_ns for a, b in itertools.pairwise(mine))
+
+
+def test_a_trace_shows_each_plan_go_from_stage_to_stage(llm: LLM, tmp_path: Path) -> None:
+    llm.generate(PROMPTS, GREEDY)
+    num_steps = llm.settle().stages[0].num_steps
+    save_trace(trace_folder(llm.directory), tmp_path / "t.json")
+    events = read(tmp_path / "t.json")  # which fails where two slices of a stage overlap
+    by_plan: dict[int, list[dict[str, Any]]] = {}
+    for event in slices(events, "step"):
+        by_plan.setdefault(event["args"]["plan"], []).append(event)
+    assert by_plan.keys() == set(range(num_steps))
+    for of_plan in by_plan.values():
+        assert [event["tid"] for event in of_plan] == sorted({event["tid"] for event in of_plan})
+        assert len(of_plan) == 3
+        for before, after in itertools.pairwise(of_plan):
+            assert before["ts"] + before["dur"] <= after["ts"] + HALF_NS
+    assert len([event for event in events if event["ph"] == "s"]) == 2 * num_steps
+    # The warm-up's chunk, and a token of its that nobody reads.
+    first = by_plan[0][0]["args"]
+    assert (first["rows"], first["tokens"], first["decode rows"], first["prompt tokens"]) == (1, 64, 0, 64)
+    assert by_plan[1][0]["args"]["decode rows"] == 1
+
+
+def test_the_last_word_of_the_stages_is_all_that_they_did(llm: LLM) -> None:
+    before = llm.settle()
+    llm.generate(PROMPTS, GREEDY)
+    after, steps = llm.settle(), steps_of(llm)
+    assert after.settled and after.num_running == 0
+    assert after.stages[0].num_steps > before.stages[0].num_steps
+    for stage in after.stages:
+        mine = [step for step in steps if step.stage == stage.stage]
+        assert (stage.num_steps, stage.num_tokens) == (len(mine), sum(step.num_tokens for step in mine))
+        assert stage.activations_wait_s == pytest.approx(1e-9 * sum(step.activations_wait_ns for step in mine))
+        assert stage.tokens_wait_s == pytest.approx(1e-9 * sum(step.tokens_wait_ns for step in mine))
+        assert (stage.activations_wait_s > 0, stage.tokens_wait_s > 0) == (stage.stage > 0, stage.stage == 0)
+        # A step's slice leaves out the moment in which its plan is taken in.
+        assert stage.busy_s > 1e-9 * sum(step.end_ns - step.start_ns for step in mine) > 0
+        waits = stage.activations_wait_s + stage.tokens_wait_s + stage.plan_wait_s
+        assert stage.busy_s + waits + stage.communication_s == pytest.approx(stage.active_s)
+        assert stage.plan_wait_s > 0 and stage.edge_s > 0
 
 
 def test_embedding_and_head_lie_where_they_are_used(llm: LLM, single: LLM) -> None:

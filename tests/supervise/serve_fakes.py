@@ -22,8 +22,12 @@ def main(arguments: list[str]) -> int:
         print(json.dumps({"engine": engine["pid"], "http": http["pid"]}), file=sys.stderr, flush=True)
         print(ready_json(url="http://x", pid=0, mesh=mesh, fields=engine, ready_s=ready_s), flush=True)
 
+    def on_end(engine: Mapping[str, Any]) -> None:
+        if engine:
+            print(json.dumps(engine), file=sys.stderr, flush=True)
+
     with StopSignals() as signals:
-        return watch(commands, signals, Screen(sys.stderr), on_ready, start=time.monotonic())
+        return watch(commands, signals, Screen(sys.stderr), on_ready, on_end, start=time.monotonic())
 
 
 if __name__ == "__main__":

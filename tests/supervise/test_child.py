@@ -11,7 +11,7 @@ import pytest
 
 from headrace.errors import CheckpointError, Fault, PeerLost
 from headrace.step import Failed
-from headrace.supervise.child import MAX_MESSAGE, Progress, Ready, Reporter, decode_report, failure_of
+from headrace.supervise.child import MAX_MESSAGE, Ended, Progress, Ready, Report, Reporter, decode_report, failure_of
 
 
 def read_lines(fd: int) -> list[bytes]:
@@ -28,6 +28,7 @@ def pipe() -> tuple[int, int]:
     [
         Progress(who="worker rank 1 (stage 1)", text="loading weights", done=1, total=1),
         Ready(who="engine", fields={"kv_tokens": 4096, "stages": [{"stage": 0}]}),
+        Ended(who="engine", fields={"stages": [{"stage": 0, "busy_s": 0.5}]}),
         Failed(who="engine", message="no\u00a0more", secondary=True),
     ],
 )
@@ -100,7 +101,7 @@ class Child:
         os.close(write)
         self.reports = os.fdopen(read, "rb")
 
-    def next(self) -> Progress | Ready | Failed:
+    def next(self) -> Report:
         return decode_report(self.reports.readline())
 
     def __enter__(self) -> Child:

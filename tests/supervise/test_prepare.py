@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from headrace.config import EngineConfig, HttpConfig, LayoutConfig, ModelConfig, ScheduleConfig, ServeConfig
+from headrace.config import EngineConfig, HttpConfig, LayoutConfig, ModelConfig, RunConfig, ScheduleConfig, ServeConfig
 from headrace.errors import UserError
 from headrace.spec import Int4Spec
 from headrace.supervise import devices
@@ -127,6 +127,12 @@ def test_a_missing_shard_is_refused(model: Make) -> None:
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match=r"model-00001-of-00001\.safetensors"):
         prepared(path)
+
+
+def test_a_trace_that_could_not_be_written_is_refused(model: Make, tmp_path: Path) -> None:
+    asked = EngineConfig(model=ModelConfig(model=str(model())), run=RunConfig(trace=str(tmp_path / "no" / "t.json")))
+    with pytest.raises(UserError, match=r"^--trace .*t\.json: No such file or directory$"):
+        prepare(ServeConfig(engine=asked), say=lambda _: None)
 
 
 def test_nothing_there_is_refused(tmp_path: Path) -> None:

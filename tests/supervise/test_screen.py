@@ -9,7 +9,7 @@ import pytest
 
 from headrace.mesh import Mesh
 from headrace.supervise.child import Progress
-from headrace.supervise.screen import Screen, amount, ready_json, ready_text
+from headrace.supervise.screen import Screen, amount, ready_json, ready_text, stop_text
 
 MESH = Mesh(pp=2, tp=1, ep=1, split=(15, 15))
 FIELDS = {
@@ -103,3 +103,19 @@ def test_the_ready_json_is_one_line_with_its_keys() -> None:
 )
 def test_bytes_for_a_reader(count: float, text: str) -> None:
     assert amount(int(count)) == text
+
+
+def test_a_stop_says_where_each_stages_time_went() -> None:
+    whole = {"num_steps": 1234, "active_s": 2000.0, "busy_s": 1500.0, "tokens_wait_s": 0.0, "plan_wait_s": 100.0}
+    waited = whole | {"busy_s": 500.0, "activations_wait_s": 1250.0, "communication_s": 150.0}
+    none = {"activations_wait_s": 0.0, "communication_s": 400.0}
+    lines = stop_text({"stages": [{"stage": 0} | whole | none, {"stage": 1} | waited]})
+    assert lines[1:] == [
+        "  stage 0: busy 75.0%, waiting for a plan 5.0%, communicating 20.0% of 2,000.0 s; 1,234 steps",
+        "  stage 1: busy 25.0%, waiting for activations 62.5%, waiting for a plan 5.0%, communicating 7.5% "
+        "of 2,000.0 s; 1,234 steps",
+    ]
+
+
+def test_a_stop_before_any_plan_says_nothing() -> None:
+    assert stop_text({}) == [] and stop_text({"stages": [{"stage": 0, "active_s": 0.0}]}) == []

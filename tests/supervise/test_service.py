@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.telemetry.trace_format import read, slices, track_names
 from tests.tiny import write_tiny
 
 
@@ -78,8 +80,9 @@ def stream(client: httpx.Client, url: str) -> Any:
     return client.stream("POST", f"{url}/v1/completions", json=body)
 
 
-def test_two_services_live_and_end_each_in_its_way(start: Start) -> None:
-    first, second = start("--pp", "2"), start("--pp", "2")
+def test_two_services_live_and_end_each_in_its_way(start: Start, tmp_path: Path) -> None:
+    traces = [tmp_path / "first.json", tmp_path / "second.json"]
+    first, second = (start("--pp", "2", "--trace", str(trace)) for trace in traces)
     killed, stopped = first.ready(), second.ready()
     assert killed["url"] != stopped["url"]
     assert killed["layout"] == {"pp": 2, "tp": 1, "ep": 1, "split": killed["layout"]["split"]}
@@ -97,6 +100,7 @@ def test_two_services_live_and_end_each_in_its_way(start: Start) -> None:
         assert (code, out) == (1, "")
         assert err[-1] == "headrace serve: worker rank 1 (stage 1): killed by signal 9 (SIGKILL)"
         assert [line for line in err if line.startswith("headrace serve:")] == err[-1:]
+        assert re.fullmatch(rf"trace of \d+ steps in {traces[0]}: .*", err[-2])
 
         with stream(client, stopped["url"]) as answer:
             lines = answer.iter_lines()
@@ -104,9 +108,18 @@ def test_two_services_live_and_end_each_in_its_way(start: Start) -> None:
             second.process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]" or '"error"' in rest[-1]
-        assert second.end()[:2] == (0, "")
+        code, out, err = second.end()
+        assert (code, out) == (0, "")
+        shares = r"busy \d+\.\d%, .*waiting for a plan \d+\.\d%, communicating \d+\.\d% of [\d.]+ s; \d+ steps"
+        for stage, line in enumerate(err[-3:-1]):
+            assert re.fullmatch(rf"  stage {stage}: {shares}", line)
+        assert err[-1].startswith("trace of ")
     assert first.all_gone()
     assert second.all_gone()
+    for trace in traces:
+        events = read(trace)
+        assert list(track_names(events).values()) == ["stage 0 (rank 0)", "stage 1 (rank 1)"]
+        assert len(slices(events, "step")) > 2
 
 
 def test_no_process_outlives_a_supervisor_that_is_killed(start: Start) -> None:

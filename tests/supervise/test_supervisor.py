@@ -72,6 +72,17 @@ def test_ready_is_one_line_of_json_and_a_stop_says_nothing(start: Start) -> None
     assert all_gone(children)
 
 
+def test_what_the_engine_says_at_its_end_is_shown_after_a_stop_and_not_after_a_failure(start: Start) -> None:
+    last_word = "say(type='ended', who='engine', fields=dict(steps=7))"
+    body = f"signal.signal(signal.SIGTERM, lambda *_: ({last_word}, os._exit(0))); {STAY}"
+    stopped, failed = start(engine=body, http=STAY), start(engine=body, http=STAY)
+    stopped.ready()
+    stopped.process.send_signal(signal.SIGTERM)
+    assert stopped.end()[::2] == (0, ['{"steps": 7}'])
+    failed.ready()["http"].kill()
+    assert failed.end()[::2] == (1, ["headrace serve: http: killed by signal 9 (SIGKILL)"])
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_ctrl_c_and_a_closed_terminal_stop_cleanly_too(start: Start, number: signal.Signals) -> None:
     service = start(engine=STAY, http=STAY)

@@ -11,7 +11,7 @@ import torch
 from headrace.errors import PeerLost
 from headrace.step import StepPlan, pack, unpack
 from headrace.worker.batch import Rows
-from headrace.worker.clock import HostClock
+from headrace.worker.clock import HostClocks
 from headrace.worker.runner import Flying, Held, Runner
 
 
@@ -49,8 +49,8 @@ def runner() -> Any:
     ],
 )
 def test_what_is_named(tokens: list[bool], hidden: bool | None, named: str) -> None:
-    held = Held(StepPlan(7, b""), Rows.of(unpack(pack([0, 0, 1, 1]), 4)), None if hidden is None else Told(hidden))
-    flying = Flying(held, HostClock(), [Told(done) for done in tokens], issued_s=1.0)
+    held = Held(StepPlan(7, b""), Rows.of(unpack(pack([0, 0, 1, 1]), 4)), 0, None if hidden is None else Told(hidden))
+    flying = Flying(held, HostClocks().start(0), [Told(done) for done in tokens], issued_s=1.0)
     with pytest.raises(PeerLost, match=rf"^{named}, plan 7: nothing within 0 s \(--timeout\)"):
         runner()._check_deadline(flying)
 
@@ -58,4 +58,4 @@ def test_what_is_named(tokens: list[bool], hidden: bool | None, named: str) -> N
 def test_a_plan_waits_for_those_before_it() -> None:
     made = runner()
     made._timeout_s, made._last_done_s = 1e9, 0.0
-    made._check_deadline(Flying(Held(StepPlan(0, b""), Rows.of(unpack(b"", 4))), HostClock(), []))
+    made._check_deadline(Flying(Held(StepPlan(0, b""), Rows.of(unpack(b"", 4)), 0), HostClocks().start(0), []))

@@ -16,6 +16,8 @@ Config = TypeVar("Config")
 
 PARSERS: Mapping[str, Callable[[str], Any]] = {"kv_memory": parse_bytes}
 """Fields, by name, that are written otherwise than their type says."""
+METAVARS: Mapping[str, str] = {"trace": "FILE"}
+"""What stands for a field's value in the help text, where neither type nor unit says it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,8 @@ class Flag:
     @property
     def metavar(self) -> str | None:
         """What stands for its value in the help text, where the type's name does not say it."""
+        if self.field in METAVARS:
+            return METAVARS[self.field]
         if self.field.endswith("_s"):
             return "SECONDS"
         return "N,N,..." if self.parse is parse_ints else "BYTES" if self.parse is parse_bytes else None

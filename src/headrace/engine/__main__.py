@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from headrace.engine.loop import Engine
 from headrace.step import EngineStatus
-from headrace.supervise.child import Progress, Ready, attach, run_child, stop_on_sigterm
+from headrace.supervise.child import Ended, Progress, Ready, attach, run_child, stop_on_sigterm
 from headrace.supervise.private import read_config
 from headrace.telemetry.log import setup
 from headrace.weights.source import read_spec, resolve
@@ -38,13 +39,19 @@ def main() -> None:
                 "kv_tokens": status.kv_tokens,
                 "max_len": status.max_len,
                 "load_s": status.load_s,
-                "stages": [msgspec.to_builtins(stage) for stage in status.stages],
+                "stages": stages(status),
             }
             reporter.report(Ready("engine", fields))
 
         engine.run(progress, ready)
+        reporter.report(Ended("engine", {"stages": stages(engine.status())}))
 
     run_child("engine", serve, reporter)
+
+
+def stages(status: EngineStatus) -> list[dict[str, Any]]:
+    """Each stage's counters as a report has them."""
+    return [msgspec.to_builtins(stage) for stage in status.stages]
 
 
 if __name__ == "__main__":

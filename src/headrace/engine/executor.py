@@ -55,6 +55,8 @@ class _Ranks:
     loaded: dict[int, Loaded] = field(default_factory=dict)
     prepared: dict[int, Prepared] = field(default_factory=dict)
     stats: dict[int, WorkerStats] = field(default_factory=dict)
+    told_at_s: dict[int, float] = field(default_factory=dict)
+    """Active time up to which the rank's stats go."""
 
 
 class Executor:
@@ -67,6 +69,14 @@ class Executor:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(WorkerMessage).decode
         self._ranks = _Ranks()
+        self._leaders = [mesh.ranks_of(stage)[0] for stage in range(mesh.pp)]
+        self._plan_wait_s = [0.0] * mesh.pp
+        self._active_s = 0.0
+        self._active_since_s: float | None = None
+        """When plans came to be in flight; None while there are none."""
+        self.num_sent = 0
+        """Plans."""
+        self._num_done = 0
 
     # --- bringing up ------------------------------------------------------------------------------------------------
 
@@ -129,6 +139,9 @@ class Executor:
 
     def send(self, plan: StepPlan) -> None:
         """Every rank gets the same bytes."""
+        if self._active_since_s is None:
+            self._active_since_s = time.monotonic()
+        self.num_sent += 1
         self._to_all(plan)
 
     def results(self) -> Iterator[StepResult]:
@@ -140,6 +153,9 @@ class Executor:
                 return
             message = self._decode(data)
             if isinstance(message, StepResult):
+                self._num_done += 1
+                if self._num_done == self.num_sent:
+                    self._active_s, self._active_since_s = self.active_s, None
                 yield message
             else:
                 self._take(message)
@@ -157,19 +173,35 @@ class Executor:
         elif isinstance(message, Prepared):
             ranks.prepared[message.rank] = message
         else:
-            ranks.stats[message.rank] = message
+            ranks.stats[message.rank], ranks.told_at_s[message.rank] = message, self.active_s - message.open_s
 
     def stop(self) -> None:
         """Let every worker end."""
         self._to_all(Stop())
 
-    def stage_stats(self, active_s: float) -> list[StageStats]:
+    @property
+    def active_s(self) -> float:
+        """Time during which plans were in flight, since start."""
+        since = self._active_since_s
+        return self._active_s if since is None else self._active_s + time.monotonic() - since
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no plan is in flight and every stage has told all of its steps."""
+        return self._num_done == self.num_sent and all(self._told_all(leader) for leader in self._leaders)
+
+    def _told_all(self, rank: int) -> bool:
+        stats = self._ranks.stats.get(rank)
+        return (stats.num_steps if stats else 0) == self.num_sent
+
+    def stage_stats(self) -> list[StageStats]:
         """The latest counters of each stage, as its first rank tells them."""
         found = []
-        for stage in range(self._mesh.pp):
-            leader = self._mesh.ranks_of(stage)[0]
+        for stage, leader in enumerate(self._leaders):
             loaded, prepared = self._ranks.loaded.get(leader), self._ranks.prepared.get(leader)
-            stats, layers = self._ranks.stats.get(leader), self._mesh.layers_of(stage)
+            layers = self._mesh.layers_of(stage)
+            stats = self._ranks.stats.get(leader) or WorkerStats(leader, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
+            plan_wait_s = self._plan_wait(stage, stats)
             found.append(
                 StageStats(
                     stage=stage,
@@ -177,15 +209,30 @@ class Executor:
                     num_layers=len(layers),
                     weight_bytes=loaded.weight_bytes if loaded else 0,
                     kv_bytes=prepared.kv_bytes if prepared else 0,
-                    num_steps=stats.num_steps if stats else 0,
-                    num_tokens=stats.num_tokens if stats else 0,
-                    busy_s=stats.busy_s if stats else 0.0,
-                    active_s=active_s,
+                    num_steps=stats.num_steps,
+                    num_tokens=stats.num_tokens,
+                    busy_s=stats.busy_s,
+                    activations_wait_s=stats.activations_wait_s,
+                    tokens_wait_s=stats.tokens_wait_s,
+                    plan_wait_s=plan_wait_s,
+                    communication_s=stats.communication_s,
+                    active_s=stats.told_s + plan_wait_s,
+                    edge_s=stats.edge_s,
                     backend=prepared.backend if prepared else "",
                     graph_bytes=prepared.graph_bytes if prepared else 0,
                 )
             )
         return found
+
+    def _plan_wait(self, stage: int, stats: WorkerStats) -> float:
+        """What a stage does not account for of the time with plans in flight: it had none in hand.
+
+        Up to now where it has told all of its steps, else up to its last word. Never less than before: words take
+        their time on the way.
+        """
+        up_to = self.active_s if self._told_all(stats.rank) else self._ranks.told_at_s.get(stats.rank, 0.0)
+        self._plan_wait_s[stage] = max(self._plan_wait_s[stage], up_to - stats.told_s)
+        return self._plan_wait_s[stage]
 
     def _to_all(self, message: Allocate | StepPlan | Stop) -> None:
         data = self._encode(message)

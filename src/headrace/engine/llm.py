@@ -32,7 +32,8 @@ from headrace.supervise.failure import failures_in, settle
 from headrace.supervise.group import ProcessGroup
 from headrace.supervise.launch import engine_commands
 from headrace.supervise.prepare import prepare
-from headrace.supervise.private import PrivateDir, write_config
+from headrace.supervise.private import PrivateDir, trace_folder, write_config
+from headrace.telemetry.trace import save_trace
 from headrace.text.chat import load_chat_template
 from headrace.text.detokenizer import Detokenizer
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
@@ -93,6 +94,9 @@ class LLM:
         self._source: ModelSource = resolve(prepared.config.engine.model.model, say=log.info)
         self._tokenizer: Tokenizer | None = None
         self._status = EngineStatus("starting")
+        self._heard = 0
+        """Statuses."""
+        self._trace = None if config.run.trace is None else Path(config.run.trace)
         self._num_requests = 0
         self._private = PrivateDir()
         try:
@@ -167,6 +171,13 @@ class LLM:
         """How the engine stood when it last spoke."""
         return self._status
 
+    def settle(self) -> EngineStatus:
+        """Wait until nothing is in flight and every stage has told what it did; the status that says so."""
+        before = self._heard
+        while self._heard == before or not self._status.settled:
+            self._hear()
+        return self._status
+
     @property
     def directory(self) -> Path:
         """The private directory of its processes; gone when it is closed."""
@@ -179,6 +190,8 @@ class LLM:
         self._closed = True
         try:
             self._group.stop(STOP_GRACE_S)
+            if self._trace is not None:
+                log.info(save_trace(trace_folder(self._private.path), self._trace))
         finally:
             self._group.close()
             if hasattr(self, "_socket"):
@@ -282,7 +295,7 @@ class LLM:
             while self._socket.poll(0):
                 message = self._decode(self._socket.recv(zmq.NOBLOCK))
                 if isinstance(message, EngineStatus):
-                    self._status = message
+                    self._status, self._heard = message, self._heard + 1
                 else:
                     found += message.outputs
             if found:

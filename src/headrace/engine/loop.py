@@ -70,7 +70,9 @@ class Engine:
         self._load_s = 0.0
         self._stopped = False
         self._next_status_s = 0.0
-        self._host_s = self._active_s = 0.0
+        self._host_s = 0.0
+        self._settled_at = 0
+        """Plans sent when a settled status was told last."""
         self._flight_since: float | None = None
         """When the oldest plan in flight was sent, or the last result came."""
 
@@ -214,9 +216,7 @@ class Engine:
         assert self._scheduler is not None
         now = time.monotonic()
         events = self._scheduler.commit(result, now)
-        if self._flight_since is not None:
-            self._active_s += now - self._flight_since
-            self._flight_since = now if self._scheduler.num_in_flight else None
+        self._flight_since = now if self._scheduler.num_in_flight else None
         by_client: dict[bytes, list[Output]] = {}
         for event in events:
             origin = self._origins.get(event.request_id)
@@ -256,8 +256,11 @@ class Engine:
 
     def _tell_status(self) -> None:
         now = time.monotonic()
-        if now < self._next_status_s:
+        settled = self._executor.is_settled and self._settled_at != self._executor.num_sent
+        if now < self._next_status_s and not settled:
             return
+        if settled:
+            self._settled_at = self._executor.num_sent
         self._next_status_s = now + STATUS_PERIOD_S
         for client in self._listeners:
             self._send_status(client)
@@ -268,11 +271,8 @@ class Engine:
     def status(self) -> EngineStatus:
         """How things stand."""
         scheduler, capacity, layout = self._scheduler, self._capacity, self._config.layout
-        active = self._active_s
-        if self._flight_since is not None:
-            active += time.monotonic() - self._flight_since
         used, free = (scheduler.num_pages_used, scheduler.num_pages_free) if scheduler else (0, 0)
-        stages = self._executor.stage_stats(active)
+        stages = self._executor.stage_stats()
         if capacity is not None:
             stages = [
                 msgspec.structs.replace(one, kv_tokens=tokens)
@@ -292,6 +292,7 @@ class Engine:
             layout={"pp": layout.pp, "tp": layout.tp, "ep": layout.ep},
             stages=stages,
             host_s=self._host_s,
+            settled=self._executor.is_settled,
         )
 
 

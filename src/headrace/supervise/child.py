@@ -46,7 +46,14 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     fields: dict[str, Any] = {}
 
 
-Report = Progress | Ready | Failed
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """Child to supervisor: what it has done, as its last word. The engine says `stages` as in `Ready`."""
+
+    who: str
+    fields: dict[str, Any] = {}
+
+
+Report = Progress | Ready | Ended | Failed
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)

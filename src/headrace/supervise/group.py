@@ -134,26 +134,28 @@ class ProcessGroup:
         with contextlib.suppress(OSError):
             os.write(self._wake_write, b"w")
 
-    def stop(self, grace_s: float, *, ordered: bool = True) -> None:
+    def stop(self, grace_s: float, *, ordered: bool = True) -> list[Event]:
         """Ask every process to end (SIGTERM), kill those that are left after `grace_s` seconds, and reap all.
+
+        Returns what happened meanwhile.
 
         Ordered: the processes of one `stop_order` end before those of the next are asked, each within an even share of
         the grace. Otherwise all are asked at once.
         """
         orders = sorted({child.command.stop_order for child in self._children}) if ordered else [None]
-        now = time.monotonic()
+        now, events = time.monotonic(), list[Event]()
         for i, order in enumerate(orders):
             asked = [c for c in self._children if order is None or c.command.stop_order == order]
             for child in asked:
                 if child.alive:
                     _signal(child, signal.SIGTERM)
-            self._await_end(asked, now + grace_s * (i + 1) / len(orders))
+            events += self._await_end(asked, now + grace_s * (i + 1) / len(orders))
         if self.pids:
             # After a failure this is expected of those that wait for who is gone.
             level = logging.WARNING if ordered else logging.DEBUG
             log.log(level, "killed after %.1f s without an end: %s", grace_s, ", ".join(self.pids))
         self.kill()
-        self._await_end(self._children, float("inf"))
+        return events + self._await_end(self._children, float("inf"))
 
     def kill(self) -> None:
         """SIGKILL whatever still runs, with all that it started, at once."""
@@ -177,10 +179,12 @@ class ProcessGroup:
             os.close(self._wake_write)
             self._wake_read = self._wake_write = -1
 
-    def _await_end(self, children: Sequence[_Child], deadline: float) -> None:
+    def _await_end(self, children: Sequence[_Child], deadline: float) -> list[Event]:
         # Reports are read on, or a child that writes many of them could not end.
+        events: list[Event] = []
         while any(child.alive for child in children) and (left := deadline - time.monotonic()) > 0:
-            self.wait(min(left, POLL_S))
+            events += self.wait(min(left, POLL_S))
+        return events
 
     def _read(self, child: _Child) -> list[Event]:
         data = os.read(child.report_fd, 1 << 16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from headrace.config import AttentionName, EngineConfig, ServeConfig
@@ -11,6 +12,7 @@ from headrace.errors import UserError
 from headrace.mesh import Mesh, build_mesh
 from headrace.spec import ModelSpec
 from headrace.supervise.devices import resolve_device, resolve_dtype
+from headrace.telemetry.trace import check_path
 from headrace.weights.headers import open_headers
 from headrace.weights.source import read_spec, resolve
 
@@ -43,6 +45,8 @@ def prepare(config: ServeConfig, *, say: Callable[[str], None]) -> Prepared:
 
     `say` gets one line before anything slow, and what the user should be told. Raises UserError.
     """
+    if config.engine.run.trace is not None:
+        check_path(Path(config.engine.run.trace))
     source = resolve(config.engine.model.model, say=say)
     spec = read_spec(source)
     mesh = build_mesh(config.engine.layout, spec)

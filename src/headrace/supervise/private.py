@@ -66,6 +66,11 @@ def read_config(directory: Path) -> ServeConfig:
     return msgspec.msgpack.decode((directory / _CONFIG).read_bytes(), type=ServeConfig)
 
 
+def trace_folder(directory: Path) -> Path:
+    """Where the ranks of `directory` record their steps."""
+    return directory / "trace"
+
+
 def _parent() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     for candidate in (runtime, tempfile.gettempdir(), "/tmp"):  # noqa: S108  # mkdtemp makes a fresh folder there

@@ -11,6 +11,15 @@ from typing import Any, TextIO
 from headrace.mesh import Mesh
 from headrace.supervise.child import Progress
 
+PARTS = {
+    "busy_s": "busy",
+    "activations_wait_s": "waiting for activations",
+    "tokens_wait_s": "waiting for sampled tokens",
+    "plan_wait_s": "waiting for a plan",
+    "communication_s": "communicating",
+}
+"""What the active time of a stage is made of: counters of `StageStats` and how they are called."""
+
 LINE_PERIOD_S = 5.0
 """Where there is no terminal to update a line on, a new line this often."""
 
@@ -91,6 +100,18 @@ def ready_text(
     key = ' -H "Authorization: Bearer $HEADRACE_API_KEY"' if has_key else ""
     lines.append(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}")
     return lines
+
+
+def stop_text(fields: Mapping[str, Any]) -> list[str]:
+    """The lines that say where each stage's time went; `fields` are those of the engine's `Ended`."""
+    lines = []
+    for stage in fields.get("stages", ()):
+        active = stage["active_s"]
+        if not active:
+            continue
+        shares = ", ".join(f"{name} {stage[key] / active:.1%}" for key, name in PARTS.items() if stage[key])
+        lines.append(f"  stage {stage['stage']}: {shares} of {active:,.1f} s; {stage['num_steps']:,} steps")
+    return ["stopped; with plans in flight each stage was", *lines] if lines else []
 
 
 def ready_json(*, url: str, pid: int, mesh: Mesh, fields: Mapping[str, Any], ready_s: float) -> str:

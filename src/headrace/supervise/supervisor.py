@@ -8,19 +8,21 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
 from headrace.config import ServeConfig
-from headrace.supervise.child import Progress, Ready
+from headrace.supervise.child import Ended, Progress, Ready
 from headrace.supervise.failure import failures_in, settle
-from headrace.supervise.group import ProcessGroup
+from headrace.supervise.group import Event, ProcessGroup
 from headrace.supervise.launch import Command, engine_commands
 from headrace.supervise.listen import check_address
 from headrace.supervise.prepare import Prepared, prepare
-from headrace.supervise.private import PrivateDir, write_config
-from headrace.supervise.screen import Screen, ready_json, ready_text
+from headrace.supervise.private import PrivateDir, trace_folder, write_config
+from headrace.supervise.screen import Screen, ready_json, ready_text, stop_text
 from headrace.telemetry.log import setup
+from headrace.telemetry.trace import save_trace
 
 STOP_GRACE_S = 8.0
 """A clean stop: requests drain, then the engine and the workers end."""
@@ -30,6 +32,10 @@ WAIT_S = 1.0
 
 OnReady = Callable[[Mapping[str, Any], Mapping[str, Any], float], None]
 """Called once with the fields of the engine's and of the HTTP process's `Ready` and the seconds since the start."""
+
+
+OnEnd = Callable[[Mapping[str, Any]], None]
+"""Called once when every process has ended, with the fields of the engine's `Ended`; empty after a failure."""
 
 
 class Stopped(BaseException):
@@ -88,12 +94,21 @@ def serve(config: ServeConfig) -> int:
                 write_config(private.path, prepared.config)
                 transport = prepared.config.engine.run.transport
                 commands = engine_commands(private.path, prepared.mesh, http=True, transport=transport)
-                return watch(commands, signals, screen, _announce(prepared, screen), start=start)
+                announce, conclude = _announce(prepared, screen), _conclude(prepared, screen, private.path)
+                return watch(commands, signals, screen, announce, conclude, start=start)
     except Stopped:
         return 0
 
 
-def watch(commands: Sequence[Command], signals: StopSignals, screen: Screen, on_ready: OnReady, *, start: float) -> int:
+def watch(
+    commands: Sequence[Command],
+    signals: StopSignals,
+    screen: Screen,
+    on_ready: OnReady,
+    on_end: OnEnd,
+    *,
+    start: float,
+) -> int:
     """Start the processes, stay until a signal or a failure, leave none behind; returns the exit code."""
     ready: dict[str, Mapping[str, Any]] = {}
     with ProcessGroup(commands) as group:
@@ -102,11 +117,13 @@ def watch(commands: Sequence[Command], signals: StopSignals, screen: Screen, on_
         while True:
             events = [] if signals.requested else group.wait(WAIT_S)
             if signals.requested:
-                group.stop(STOP_GRACE_S)
+                on_end(_last_words(group.stop(STOP_GRACE_S)))
                 return 0
             if failures_in(events):
                 failure = settle(group, events)
                 group.stop(FAULT_GRACE_S, ordered=False)
+                on_end({})
+                # Last: it is what matters, and what others look for.
                 screen.line(f"headrace serve: {failure.line}")
                 return failure.exit_code
             for event in events:
@@ -116,6 +133,10 @@ def watch(commands: Sequence[Command], signals: StopSignals, screen: Screen, on_
                     ready[event.who] = event.fields
                     if event.who in ("engine", "http") and ready.keys() >= {"engine", "http"}:
                         on_ready(ready["engine"], ready["http"], time.monotonic() - start)
+
+
+def _last_words(events: Sequence[Event]) -> Mapping[str, Any]:
+    return next((event.fields for event in events if isinstance(event, Ended) and event.who == "engine"), {})
 
 
 def _announce(prepared: Prepared, screen: Screen) -> OnReady:
@@ -142,3 +163,15 @@ def _announce(prepared: Prepared, screen: Screen) -> OnReady:
                 print(text, flush=True)
 
     return announce
+
+
+def _conclude(prepared: Prepared, screen: Screen, directory: Path) -> OnEnd:
+    trace = prepared.config.engine.run.trace
+
+    def conclude(engine: Mapping[str, Any]) -> None:
+        for line in stop_text(engine):
+            screen.line(line)
+        if trace is not None:
+            screen.line(save_trace(trace_folder(directory), Path(trace)))
+
+    return conclude

@@ -146,22 +146,41 @@ class _StatusCollector(Collector):
 
     def _stages(self, stages: list[StageStats]) -> Iterator[Metric]:
         labels = ("model_name", "stage")
-        step = SummaryMetricFamily(f"{PREFIX}stage_step_seconds", "Forward passes of a stage.", labels=labels)
-        active = CounterMetricFamily(
-            f"{PREFIX}stage_active_seconds", "Time with plans in flight: what busy time is a share of.", labels=labels
-        )
+
+        def seconds(name: str, text: str, *more: str) -> CounterMetricFamily:
+            return CounterMetricFamily(f"{PREFIX}stage_{name}_seconds", text, labels=(*labels, *more))
+
+        def gauge(name: str, text: str) -> GaugeMetricFamily:
+            return GaugeMetricFamily(f"{PREFIX}stage_{name}", text, labels=labels)
+
+        step = SummaryMetricFamily(f"{PREFIX}stage_step_seconds", "Steps of a stage, waits left out.", labels=labels)
         tokens = CounterMetricFamily(f"{PREFIX}stage_tokens", "Positions a stage computed.", labels=labels)
-        busy = GaugeMetricFamily(f"{PREFIX}stage_busy_ratio", "Busy share of a stage's active time.", labels=labels)
-        layers = GaugeMetricFamily(f"{PREFIX}stage_layers", "Layers of a stage.", labels=labels)
-        weights = GaugeMetricFamily(f"{PREFIX}stage_weight_bytes", "Weight bytes of each rank.", labels=labels)
-        kv = GaugeMetricFamily(f"{PREFIX}stage_kv_bytes", "KV cache bytes of each rank.", labels=labels)
+        active = seconds("active", "Time with plans in flight: what the other times are a share of.")
+        waits = seconds("wait", "Time a stage waited, by what for.", "kind")
+        communication = seconds("communication", "Time that sends and messages alone kept a stage from its next step.")
+        edge = seconds("edge", "From the end of a step's computing to the end of its send, beside other work or not.")
+        busy = gauge("busy_ratio", "Busy share of a stage's active time.")
+        bubble = gauge("bubble_ratio", "Share of a stage's active time that it is not busy.")
+        layers = gauge("layers", "Layers of a stage.")
+        weights = gauge("weight_bytes", "Weight bytes of each rank.")
+        kv = gauge("kv_bytes", "KV cache bytes of each rank.")
         for stage in stages:
             key = (self._model, str(stage.stage))
             step.add_metric(key, count_value=stage.num_steps, sum_value=stage.busy_s)
-            active.add_metric(key, stage.active_s)
             tokens.add_metric(key, stage.num_tokens)
-            busy.add_metric(key, stage.busy_s / stage.active_s if stage.active_s else 0.0)
+            active.add_metric(key, stage.active_s)
+            for kind, wait_s in (
+                ("activations", stage.activations_wait_s),
+                ("sampled_tokens", stage.tokens_wait_s),
+                ("plan", stage.plan_wait_s),
+            ):
+                waits.add_metric((*key, kind), wait_s)
+            communication.add_metric(key, stage.communication_s)
+            edge.add_metric(key, stage.edge_s)
+            share = stage.busy_s / stage.active_s if stage.active_s else 0.0
+            busy.add_metric(key, share)
+            bubble.add_metric(key, 1.0 - share if stage.active_s else 0.0)
             layers.add_metric(key, stage.num_layers)
             weights.add_metric(key, stage.weight_bytes)
             kv.add_metric(key, stage.kv_bytes)
-        yield from (step, active, tokens, busy, layers, weights, kv)
+        yield from (step, tokens, active, waits, communication, edge, busy, bubble, layers, weights, kv)

@@ -10,7 +10,7 @@ import zmq
 
 from headrace.channel import join
 from headrace.supervise.child import attach, run_child, stop_on_sigterm
-from headrace.supervise.private import read_config
+from headrace.supervise.private import read_config, trace_folder
 from headrace.telemetry.log import setup
 
 
@@ -36,7 +36,7 @@ def main() -> None:
         torch.set_grad_enabled(False)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         socket = join(zmq.Context(), args.join, identity=f"rank-{args.rank}".encode())
-        worker = Worker(socket, args.rank, os.getpid())
+        worker = Worker(socket, args.rank, os.getpid(), trace_folder(args.dir))
         stop_on_sigterm(worker.stop)
         worker.run()
 

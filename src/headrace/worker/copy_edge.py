@@ -47,6 +47,7 @@ class CopyReceive:
 class CopyInlet:
     """The receiving end."""
 
+    stream = None
     posts_ahead = True
 
     def __init__(
@@ -99,6 +100,11 @@ class CopyOutlet:
         self._count = 0
         self._copying = False
         """Whether a copy was issued after the last push."""
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """In whose order the last send ends."""
+        return self._stream if self._copying else torch.cuda.current_stream()
 
     def send(self, plan_id: int, tensor: torch.Tensor, *, lent: bool = False) -> None:
         """Send what the current stream has made of the tensor by now."""

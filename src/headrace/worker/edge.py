@@ -44,6 +44,11 @@ class Edge(Protocol):
     sender for us.
     """
 
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """In whose order its sends end, where a device does them."""
+        ...
+
     def send(self, plan_id: int, tensor: torch.Tensor, *, lent: bool = False) -> None:
         """Start sending. The tensor is not written to afterwards unless it is `lent`: then by the current stream."""
         ...
@@ -81,6 +86,7 @@ class HostReceive:
 class HostEdge:
     """Tensors in host memory, over the library's sockets."""
 
+    stream = None
     posts_ahead = True
 
     def __init__(self, group: dist.ProcessGroup, peer: int, name: str, timeout_s: float, depth: int) -> None:
@@ -131,7 +137,7 @@ class DeviceEdge:
         self.group, self.peer, self.name, self.timeout_s = group, peer, name, timeout_s
         # The library orders an operation behind all that its caller's stream was given: called on the compute stream, a
         # receive would not be posted before the steps already queued there have ended.
-        self._stream = torch.cuda.Stream(device, priority=-1)
+        self.stream = torch.cuda.Stream(device, priority=-1)
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
     def send(self, plan_id: int, tensor: torch.Tensor, *, lent: bool = False) -> None:
@@ -139,15 +145,17 @@ class DeviceEdge:
         tensor = tensor.clone() if lent else tensor
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream), Naming(self.name, plan_id, self.timeout_s):
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream), Naming(self.name, plan_id, self.timeout_s):
             work = dist.isend(tensor, dst=self.peer, group=self.group)
-        assert work is not None
+            assert work is not None
+            # The library sends in a stream of its own: now what comes after in ours comes after the send.
+            work.wait()
         self._sent.append((work, tensor))
 
     def receive(self, plan_id: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> DeviceReceive:
         """Post a receive."""
-        with torch.cuda.stream(self._stream), Naming(self.name, plan_id, self.timeout_s):
+        with torch.cuda.stream(self.stream), Naming(self.name, plan_id, self.timeout_s):
             tensor = torch.empty(*shape, dtype=dtype, device=device)
             work = dist.irecv(tensor, src=self.peer, group=self.group)
         assert work is not None

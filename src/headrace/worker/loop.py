@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -32,6 +33,10 @@ from headrace.worker.runner import Runner
 from headrace.worker.stage import bring_up
 
 STATS_PERIOD_S = 0.5
+IDLE_MS = 1000
+QUIET_MS = 5
+"""With nothing to do for so long a rank tells its counters: its last word before a silence is true. Not at once, for
+between the short steps of a few requests a message for each would cost more than it says."""
 PROGRESS_PERIOD_S = 0.1
 
 Message = TypeVar("Message", Start, Allocate)
@@ -51,14 +56,14 @@ def enough_memory(otherwise: str) -> Iterator[None]:
 class Worker:
     """One rank. `run` returns when the engine says stop, or after `stop` was called."""
 
-    def __init__(self, socket: zmq.Socket[bytes], rank: int, pid: int) -> None:
-        self._socket, self._rank, self._pid = socket, rank, pid
+    def __init__(self, socket: zmq.Socket[bytes], rank: int, pid: int, trace_folder: Path) -> None:
+        self._socket, self._rank, self._pid, self._trace_folder = socket, rank, pid, trace_folder
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(ToWorkerMessage).decode
         self._stopped = False
         self._next_stats_s = 0.0
         self._next_progress_s = 0.0
-        self._told_steps = 0
+        self._told: WorkerStats | None = None
 
     def stop(self) -> None:
         """Make `run` return soon; safe in a signal handler."""
@@ -80,7 +85,7 @@ class Worker:
         if allocate is None:
             return
         with enough_memory("the KV cache does not fit: a smaller --kv-memory takes less"):
-            prepared = prepare(stage, allocate.num_pages, allocate.max_len)
+            prepared = prepare(stage, allocate.num_pages, allocate.max_len, self._trace_folder)
         runner = prepared.runner
         self._send(Prepared(self._rank, prepared.kv_bytes, runner.backend, prepared.graph_bytes))
         self._execute(runner)
@@ -89,22 +94,29 @@ class Worker:
         profile = Profile.asked_for(self._rank)
         ending = False
         while not self._stopped and not (ending and not runner.holds_plans and not runner.is_busy):
-            # With plans in hand never wait for more, but take what is there: its receives are posted that much sooner.
-            # With work on the device look again and again: its result is what the engine waits for.
-            message = self._receive(0 if ending or runner.holds_plans or runner.is_busy else 1000)
+            message = self._receive(0 if ending else self._patience_ms(runner))
             if isinstance(message, StepPlan):
                 runner.accept(message)
                 continue
             if isinstance(message, Stop):
                 # What all ranks were sent all ranks compute: nobody is left waiting for a peer that has gone.
                 ending = True
+            quiet = not (runner.holds_plans or runner.is_busy)
             if runner.holds_plans:
                 if profile is not None:
                     profile.step(runner.next_tokens)
                 runner.execute()
             for result in runner.results():
                 self._send(result)
-            self._tell_stats(runner)
+            self._tell_stats(runner, at_once=quiet)
+
+    def _patience_ms(self, runner: Runner) -> int:
+        """How long to wait for a message."""
+        # With plans in hand never wait for more, but take what is there: its receives are posted that much sooner.
+        # With work on the device look again and again: its result is what the engine waits for.
+        if runner.holds_plans or runner.is_busy:
+            return 0
+        return IDLE_MS if runner.settle() and runner.stats() == self._told else QUIET_MS
 
     def _expect(self, kind: type[Message]) -> Message | None:
         """The next message, which must be of that kind; None on a stop."""
@@ -131,9 +143,11 @@ class Worker:
             self._next_progress_s = now + PROGRESS_PERIOD_S
             self._send(LoadProgress(self._rank, done, total))
 
-    def _tell_stats(self, runner: Runner) -> None:
+    def _tell_stats(self, runner: Runner, *, at_once: bool) -> None:
         now = time.monotonic()
-        if now < self._next_stats_s or runner.num_steps == self._told_steps:
+        if not at_once and now < self._next_stats_s:
             return
-        self._next_stats_s, self._told_steps = now + STATS_PERIOD_S, runner.num_steps
-        self._send(WorkerStats(self._rank, runner.num_steps, runner.num_tokens, runner.busy_s))
+        stats = runner.stats()
+        if stats != self._told:
+            self._next_stats_s, self._told = now + STATS_PERIOD_S, stats
+            self._send(stats)

@@ -112,8 +112,11 @@ def _together() -> None:
         dist.monitored_barrier(timeout=LOAD_TIMEOUT)
 
 
-def prepare(stage: Stage, num_pages: int, max_len: int) -> Prepared:
-    """Make the KV cache and everything that runs on it; on a GPU run the longest context and every graph once."""
+def prepare(stage: Stage, num_pages: int, max_len: int, trace_folder: Path) -> Prepared:
+    """Make the KV cache and everything that runs on it; on a GPU run the longest context and every graph once.
+
+    trace_folder: for a record of steps, where the configuration asks for a trace.
+    """
     config, mesh = stage.config, stage.mesh
     parts = _make(stage, num_pages, max_len, ladder(config.schedule.max_running))
     if stage.device.type == "cuda":
@@ -135,7 +138,7 @@ def prepare(stage: Stage, num_pages: int, max_len: int) -> Prepared:
         dtype=stage.dtype,
         device=stage.device,
         timeout_s=config.run.timeout_s,
-        trace=Trace(Path(config.run.trace), stage.rank, stage.index) if config.run.trace else None,
+        trace=Trace(trace_folder, stage.rank, stage.index) if config.run.trace else None,
     )
     return Prepared(runner, parts.cache.num_bytes, parts.graphs.num_bytes if parts.graphs is not None else 0)
 

@@ -18,10 +18,10 @@ from headrace.errors import PeerLost
 from headrace.layers.decoder import Decoder
 from headrace.mesh import Mesh
 from headrace.spec import ModelSpec
-from headrace.step import ROW_WIDTH, StepPlan, StepResult, TokenLogprobs, pack, unpack
+from headrace.step import ROW_WIDTH, StepPlan, StepResult, TokenLogprobs, WorkerStats, pack, unpack
 from headrace.telemetry.trace import Trace
 from headrace.worker.batch import Rows
-from headrace.worker.clock import Clock, start_clock
+from headrace.worker.clock import Clock, Part, make_clocks
 from headrace.worker.comm import Comm
 from headrace.worker.edge import Edge, Receive
 from headrace.worker.mirror import Mirror
@@ -39,6 +39,8 @@ class Held:
 
     plan: StepPlan
     rows: Rows
+    taken_ns: int
+    """When it came."""
     hidden: Receive | None = None
     feedback: Receive | None = None
 
@@ -55,6 +57,8 @@ class Flying:
     """When all of its work was on the device."""
     sampled: Sampled | None = None
     prompt: dict[int, list[Scores]] = field(default_factory=dict)
+    num_decodes: int = 0
+    """Rows that start from a sampled token; counted where there is a trace."""
 
 
 class Runner:
@@ -78,7 +82,7 @@ class Runner:
         timeout_s: float,
         trace: Trace | None = None,
     ) -> None:
-        self._spec, self._model, self._comm, self._trace = spec, model, comm, trace
+        self._spec, self._model, self._comm, self._trace, self._rank = spec, model, comm, trace, rank
         self._mirror, self._state, self._steps = mirror, state, steps
         self._dtype, self._device, self._timeout_s = dtype, device, timeout_s
         self._first, self._last = mesh.is_first(rank), mesh.is_last(rank)
@@ -92,9 +96,8 @@ class Runner:
         self._awaited: deque[tuple[int, torch.Tensor, Receive]] = deque()
         """Sampled tokens to come: of which plan, and the slots that they are for, on the device."""
         self._last_done_s = 0.0
-        self.num_steps = 0
-        self.num_tokens = 0
-        self.busy_s = 0.0
+        self._clocks = make_clocks(device)
+        self._num_steps = self._num_tokens = 0
 
     @property
     def backend(self) -> str:
@@ -116,9 +119,29 @@ class Runner:
         """Whether a plan's work is on the device."""
         return bool(self._flying)
 
+    def settle(self) -> bool:
+        """Count the sends that have ended meanwhile; whether all have."""
+        return self._clocks.settle()
+
+    def stats(self) -> WorkerStats:
+        """Counters since start."""
+        spent = [part * 1e-9 for part in self._clocks.spent_ns]
+        since = time.monotonic_ns() - self._clocks.last_end_ns if self._held or self._flying else 0
+        return WorkerStats(
+            self._rank,
+            self._num_steps,
+            self._num_tokens,
+            busy_s=spent[Part.BUSY],
+            activations_wait_s=spent[Part.ACTIVATIONS],
+            tokens_wait_s=spent[Part.TOKENS],
+            communication_s=spent[Part.COMMUNICATION],
+            edge_s=self._clocks.edge_ns * 1e-9,
+            open_s=since * 1e-9 if self._num_steps else 0.0,
+        )
+
     def accept(self, plan: StepPlan) -> None:
         """Take a plan in and post its receives, if that can be done ahead: they arrive while earlier plans compute."""
-        held = Held(plan, Rows.of(unpack(plan.rows, ROW_WIDTH)))
+        held = Held(plan, Rows.of(unpack(plan.rows, ROW_WIDTH)), time.monotonic_ns())
         if self._comm.previous is not None and self._comm.previous.posts_ahead:
             held.hidden = self._receive_hidden(held)
         if self._comm.feedback_in is not None and self._comm.feedback_in.posts_ahead:
@@ -140,6 +163,7 @@ class Runner:
         """Run the oldest held plan."""
         held = self._held.popleft()
         plan, rows = held.plan, held.rows
+        clock = self._clocks.start(held.taken_ns)
         for new in self._mirror.apply(plan):
             if self._sampler is not None:
                 self._sampler.register(new, unpack(new.tokens))
@@ -148,19 +172,24 @@ class Runner:
         self._steps.stage(rows)
         sampling = rows.slots[rows.samples]
         slots = upload(sampling, self._device) if self._first else None
-        tokens = self._await_tokens(rows) if self._first else []
+        tokens = self._await_tokens(rows, clock) if self._first else []
         held.hidden = held.hidden or self._receive_hidden(held)
-        hidden = None if held.hidden is None else held.hidden.wait()
-        clock = start_clock(self._device)
+        hidden = None
+        if held.hidden is not None:
+            clock.enter(Part.ACTIVATIONS)
+            hidden = held.hidden.wait()
+        clock.enter(Part.BUSY)
         flying = Flying(held, clock, tokens)
         outcome = self._steps.run(plan.plan_id, rows, hidden)
         if self._comm.next is not None:
-            self._comm.next.send(plan.plan_id, outcome.hidden, lent=outcome.lent)
+            self._send(self._comm.next, plan.plan_id, outcome.hidden, clock, lent=outcome.lent)
         held.feedback = held.feedback or self._receive_tokens(held)
         if self._last:
             self._finish(flying, outcome, slots)
         clock.stop()
         flying.issued_s = time.monotonic()
+        if self._trace is not None:
+            flying.num_decodes = int((rows.starts >= self._mirror.known[rows.slots]).sum())
         self._sampled_in[sampling] = plan.plan_id
         if held.feedback is not None:
             assert slots is not None
@@ -183,20 +212,24 @@ class Runner:
                 return
             self._flying.popleft()
             self._last_done_s = time.monotonic()
-            rows, plan = flying.held.rows, flying.held.plan
-            started, ended = flying.clock.span_ns()
-            self.num_steps += 1
-            self.num_tokens += rows.num_tokens
-            self.busy_s += (ended - started) * 1e-9
-            if self._trace is not None:
-                self._trace.step(plan.plan_id, rows.num_tokens, len(rows.slots), started, ended)
-            if self._sampler is None:
-                continue
-            tokens, logprobs = ([], {}) if flying.sampled is None else flying.sampled.finish()
-            prompt: dict[int, list[TokenLogprobs]] = {
-                row: [entry for block in blocks for entry in block.entries()] for row, blocks in flying.prompt.items()
-            }
-            yield StepResult(plan.plan_id, pack(tokens), logprobs, prompt)
+            if self._sampler is not None:
+                yield self._result(flying)
+            # Only now: whoever waits for the result need not wait for this.
+            self._account(flying)
+
+    def _result(self, flying: Flying) -> StepResult:
+        tokens, logprobs = ([], {}) if flying.sampled is None else flying.sampled.finish()
+        prompt: dict[int, list[TokenLogprobs]] = {
+            row: [entry for block in blocks for entry in block.entries()] for row, blocks in flying.prompt.items()
+        }
+        return StepResult(flying.held.plan.plan_id, pack(tokens), logprobs, prompt)
+
+    def _account(self, flying: Flying) -> None:
+        rows, times = flying.held.rows, flying.clock.account()
+        self._num_steps += 1
+        self._num_tokens += rows.num_tokens
+        if self._trace is not None:
+            self._trace.step(flying.held.plan.plan_id, rows.num_tokens, len(rows.slots), flying.num_decodes, times)
 
     def _check_deadline(self, flying: Flying) -> None:
         # Several are issued at once, and what comes before this one takes its time too.
@@ -214,10 +247,16 @@ class Runner:
         what = "the device" if edge is None else edge.name
         raise PeerLost(f"{what}, plan {flying.held.plan.plan_id}: nothing within {self._timeout_s:g} s (--timeout)")
 
-    def _await_tokens(self, rows: Rows) -> list[Receive]:
+    def _send(self, edge: Edge, plan_id: int, tensor: torch.Tensor, clock: Clock, *, lent: bool) -> None:
+        clock.enter(Part.COMMUNICATION)
+        edge.send(plan_id, tensor, lent=lent)
+        clock.sent(edge.stream)
+
+    def _await_tokens(self, rows: Rows, clock: Clock) -> list[Receive]:
         """Wait for the sampled tokens that these rows start from, and for no later ones; what was waited for."""
         if not self._awaited:
             return []
+        clock.enter(Part.TOKENS)
         from_sample = rows.starts >= self._mirror.known[rows.slots]
         needed = int(self._sampled_in[rows.slots[from_sample]].max(initial=-1))
         return self._take_tokens(needed)
@@ -249,7 +288,7 @@ class Runner:
             tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         tokens = self._comm.tensor.broadcast(tokens)
         if self._comm.feedback_out is not None:
-            self._comm.feedback_out.send(held.plan.plan_id, tokens, lent=outcome.lent)
+            self._send(self._comm.feedback_out, held.plan.plan_id, tokens, flying.clock, lent=outcome.lent)
         if sampling is not None:
             self._state.last_token.index_copy_(0, sampling, tokens)
         if flying.sampled is not None:

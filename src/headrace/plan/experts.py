@@ -11,11 +11,9 @@ from math import comb, log, sqrt
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from headrace.mesh import FloatArray
 from headrace.spec import MoeSpec
-
-FloatArray = npt.NDArray[np.float64]
 
 SKEW = 0.5
 """Exponent of the power law of popularity under which published times of a K2 layer with power-law routing, 8 to 256

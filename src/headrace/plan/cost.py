@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from headrace.mesh import Mesh
-from headrace.plan.experts import FloatArray, Routing
+from headrace.mesh import FloatArray, Mesh
+from headrace.plan.experts import Routing
 from headrace.plan.hardware import Gpu, Link, Machine
 from headrace.plan.inventory import Matrix, head, layer_matrices
 from headrace.plan.load import Load
@@ -71,6 +71,37 @@ class Place:
         return sum(seconds(operation, self.gpu, self.link, tp) for operation in operations)
 
 
+Kind = tuple[LayerSpec, tuple[Matrix, ...]]
+
+
+def kinds_of(spec: ModelSpec, *, attention_only: bool = False) -> tuple[list[Kind], list[int]]:
+    """One layer of each kind, and which kind each layer is of; `attention_only` looks at nothing else of them."""
+    found: dict[Hashable, int] = {}
+    kinds: list[Kind] = []
+    of_layer = []
+    for layer in spec.layers:
+        matrices = layer_matrices(spec, layer.index)
+        key: Hashable = (layer.attention, layer.mlp, matrices)
+        if attention_only:
+            key = (layer.attention, tuple(matrix for matrix in matrices if matrix.part == "attention"))
+        of_layer.append(found.setdefault(key, len(kinds)))
+        if of_layer[-1] == len(kinds):
+            kinds.append((layer, matrices))
+    return kinds, of_layer
+
+
+def places_of(mesh: Mesh, machine: Machine) -> tuple[list[Place], FloatArray]:
+    """The kinds of places that there are, and which stages have ranks on each [G, S]. Layers do not matter here."""
+    stages: dict[Place, set[int]] = {}
+    for stage in range(mesh.pp):
+        ranks = mesh.ranks_of(stage)
+        link = machine.between(ranks)
+        for rank in ranks:
+            stages.setdefault(Place(machine.gpus[rank], link), set()).add(stage)
+    here = [[float(stage in where) for stage in range(mesh.pp)] for where in stages.values()]
+    return list(stages), np.array(here)
+
+
 class Roofline:
     """Prices the operations of every stage of a mesh on a machine; layers that are alike are priced once.
 
@@ -82,9 +113,11 @@ class Roofline:
         self.num_stages = mesh.pp
         self._share = Share(spec, mesh.tp, mesh.ep, routing)
         self._head = head(spec)
-        self._layers, self._layers_KS = _kinds(spec, mesh, _whole)
-        self._attentions, self._attentions_KS = _kinds(spec, mesh, _attention_of)
-        self._places, self._here_GS = _places(mesh, machine)
+        self._layers, of_layer = kinds_of(spec)
+        self._layers_KS = _counts(of_layer, mesh)
+        self._attentions, of_attention = kinds_of(spec, attention_only=True)
+        self._attentions_KS = _counts(of_attention, mesh)
+        self._places, self._here_GS = places_of(mesh, machine)
         self._products: dict[int, FloatArray] = {}
         self._heads: dict[int, FloatArray] = {}
         self._edge_s_per_byte, self._edge_delay_s = _edges(mesh, machine)
@@ -132,47 +165,13 @@ class Roofline:
         return np.array([[place.total_s(part, tp) for part in parts()] for place in self._places])
 
 
-Kind = tuple[LayerSpec, tuple[Matrix, ...]]
-
-
-def _whole(layer: LayerSpec, matrices: tuple[Matrix, ...]) -> Hashable:
-    return (layer.attention, layer.mlp, matrices)
-
-
-def _attention_of(layer: LayerSpec, matrices: tuple[Matrix, ...]) -> Hashable:
-    return (layer.attention, tuple(matrix for matrix in matrices if matrix.part == "attention"))
-
-
-def _kinds(
-    spec: ModelSpec, mesh: Mesh, key: Callable[[LayerSpec, tuple[Matrix, ...]], Hashable]
-) -> tuple[list[Kind], FloatArray]:
-    """One layer of each kind, and how many of each kind every stage has [K, S]."""
-    found: dict[Hashable, int] = {}
-    kinds: list[Kind] = []
-    of_layer = []
-    for layer in spec.layers:
-        matrices = layer_matrices(spec, layer.index)
-        number = found.setdefault(key(layer, matrices), len(kinds))
-        if number == len(kinds):
-            kinds.append((layer, matrices))
-        of_layer.append(number)
-    counts = np.zeros((len(kinds), mesh.pp))
+def _counts(of_layer: Sequence[int], mesh: Mesh) -> FloatArray:
+    """How many layers of each kind every stage has [K, S]."""
+    counts = np.zeros((max(of_layer) + 1, mesh.pp))
     for stage in range(mesh.pp):
         for index in mesh.layers_of(stage):
             counts[of_layer[index], stage] += 1
-    return kinds, counts
-
-
-def _places(mesh: Mesh, machine: Machine) -> tuple[list[Place], FloatArray]:
-    """The kinds of places that there are, and which stages have ranks on each [G, S]."""
-    stages: dict[Place, set[int]] = {}
-    for stage in range(mesh.pp):
-        ranks = mesh.ranks_of(stage)
-        link = machine.between(ranks)
-        for rank in ranks:
-            stages.setdefault(Place(machine.gpus[rank], link), set()).add(stage)
-    here = [[float(stage in where) for stage in range(mesh.pp)] for where in stages.values()]
-    return list(stages), np.array(here)
+    return counts
 
 
 def _edges(mesh: Mesh, machine: Machine) -> tuple[FloatArray, FloatArray]:

@@ -100,10 +100,10 @@ class Link:
         if not self.curves:
             return self._model_s(size, num_bytes)
         nearest = min(self.curves, key=lambda known: (abs(known - size), known))
-        measured = self.curves[nearest].at(num_bytes)
-        if nearest == size:
-            return measured
-        return measured * self._model_s(size, num_bytes) / self._model_s(nearest, num_bytes)
+        # Of a short message the hops count, of a long one the bytes that each rank moves.
+        hops = self._model_s(size, 0) / self._model_s(nearest, 0)
+        moved = (size - 1) / size * nearest / (nearest - 1)
+        return hops * self.curves[nearest].at(num_bytes * moved / hops)
 
     def _model_s(self, size: int, num_bytes: float) -> float:
         return NCCL_BASE_S + 2 * (size - 1) * self.hop_s + 2 * (size - 1) / size * num_bytes / self.bandwidth

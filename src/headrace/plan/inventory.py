@@ -97,19 +97,15 @@ def _latent(spec: ModelSpec, index: int, attention: MlaSpec) -> tuple[Matrix, ..
 def _grouped(spec: ModelSpec, index: int, attention: GqaSpec) -> tuple[Matrix, ...]:
     at, hidden, dim = f"layers.{index}.self_attn", spec.hidden, attention.head_dim
     q_out, kv_out = attention.num_heads * dim, attention.num_kv_heads * dim
-
-    def bias(width: int) -> int:
-        return width if attention.qkv_bias else 0
-
-    kv_ways = attention.num_kv_heads
+    q_bias, kv_bias = (q_out, kv_out) if attention.qkv_bias else (0, 0)
+    ways = attention.num_kv_heads
     return (
-        _matrix(spec, "attention", f"{at}.q_proj", "q", (q_out, hidden), extra=bias(q_out)),
-        _matrix(spec, "attention", f"{at}.k_proj", "k", (kv_out, hidden), ways=kv_ways, extra=bias(kv_out)),
-        _matrix(spec, "attention", f"{at}.v_proj", "v", (kv_out, hidden), ways=kv_ways, extra=bias(kv_out)),
-        _matrix(
-            spec, "attention", f"{at}.o_proj", "out", (hidden, q_out), extra=hidden if attention.out_bias else 0
-        ),
-    )  # fmt: skip
+        _matrix(spec, "attention", f"{at}.q_proj", "q", (q_out, hidden), extra=q_bias),
+        _matrix(spec, "attention", f"{at}.k_proj", "k", (kv_out, hidden), ways=ways, extra=kv_bias),
+        _matrix(spec, "attention", f"{at}.v_proj", "v", (kv_out, hidden), ways=ways, extra=kv_bias),
+        _matrix(spec, "attention", f"{at}.o_proj", "out", (hidden, q_out)),
+        *(_sum_bias(spec, "attention") if attention.out_bias else ()),
+    )
 
 
 def _mlp(spec: ModelSpec, layer: LayerSpec) -> tuple[Matrix, ...]:
@@ -132,8 +128,14 @@ def _swiglu(
     up, down = (2 * width, hidden), (hidden, width)
     return (
         _matrix(spec, part, f"{at}.up_proj", "gate_up", up, count=count, extra=2 * width if bias else 0),
-        _matrix(spec, part, f"{at}.down_proj", "down", down, count=count, extra=hidden if bias else 0),
+        _matrix(spec, part, f"{at}.down_proj", "down", down, count=count),
+        *(_sum_bias(spec, part) if bias else ()),
     )
+
+
+def _sum_bias(spec: ModelSpec, part: Part) -> tuple[Matrix, ...]:
+    """The bias of a product whose inputs are spread: it is added to the sum, and every rank has all of it."""
+    return (Matrix(part, "bias", spec.hidden, spec.hidden * DTYPE_BYTES[spec.dtype], spec.hidden, ways=1),)
 
 
 def _norms(spec: ModelSpec, layer: LayerSpec) -> Matrix:

@@ -23,7 +23,7 @@ LAUNCHES = {
     "q": 1, "k": 0, "v": 0,  # one product
     "q_a": 1, "kv_a": 0,  # one product
     "q_b": 1, "kv_b": 2,  # queries into the latent space, values out of it
-    "out": 1, "gate_up": 1, "down": 1, "norms": 2,
+    "out": 1, "gate_up": 1, "down": 1, "bias": 0, "norms": 2,
     "router": 2,  # scores; choice and plan
 }  # fmt: skip
 """By matrix; shared experts run beside the routed ones and have one of their two at most on the way."""

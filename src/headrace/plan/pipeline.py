@@ -55,7 +55,7 @@ class Pipeline:
         load = Load.of_rows(rows)
         ready_s = max(now_s + self.cost.host_s / 2, float(self._token_s[rows[:, 0]].max()))
         begins_s, steps_s = self._compute(load, ready_s)
-        end_s = begins_s[-1] + steps_s[-1]
+        end_s = float(begins_s[-1] + steps_s[-1])
         self._token_s[rows[rows[:, 3] == 1, 0]] = end_s + self.cost.feedback_s
         self.results.append((end_s + self.cost.host_s / 2, StepResult(plan.plan_id, ONE_TOKEN * load.sampled)))
         self.num_plans += 1

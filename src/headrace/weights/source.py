@@ -59,7 +59,9 @@ def find_spec(model: str, *, say: Callable[[str], None]) -> tuple[str, ModelSpec
     Raises UserError naming MODEL.
     """
     path = Path(model).expanduser()
-    if path.is_file() and path.suffix.lower() == ".json":
+    if path.suffix.lower() == ".json" and not path.is_dir():
+        if not path.is_file():
+            raise UserError(f"MODEL {model}: there is no such file")
         path = _absolute(path)
         return path.parent.name or path.stem, spec_from_config(_read_json(path))
     if not path.exists() and path.suffix.lower() != ".gguf" and _HUB_ID.fullmatch(model):

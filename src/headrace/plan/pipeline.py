@@ -76,8 +76,9 @@ class Pipeline:
         before = np.empty(len(work))
         before[0] = 0.0
         np.cumsum(work[:-1], out=before[1:])
-        before[2::2] += np.cumsum(delays_s)
-        before[3::2] += np.cumsum(delays_s)[:-1]
+        late_s = np.cumsum(delays_s)
+        before[2::2] += late_s
+        before[3::2] += late_s[:-1]
         begins = self._free_s
         begins[0] = max(begins[0], ready_s)
         begins = before + np.maximum.accumulate(begins - before)

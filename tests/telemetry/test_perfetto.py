@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headrace.errors import UserError
 from headrace.telemetry.perfetto import Span, write_trace
@@ -27,6 +30,18 @@ def test_stages_are_named_tracks_and_spans_their_slices(tmp_path: Path) -> None:
         ("thread_name", 1): {"name": "stage 1"},
         ("thread_sort_index", 1): {"sort_index": 1},
     }
+
+
+@given(st.lists(st.floats(1e-9, 1.0), min_size=2, max_size=50))
+def test_slices_that_follow_each_other_do_not_overlap(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[float]
+) -> None:
+    ends = list(itertools.accumulate(steps, initial=0.0))
+    file = tmp_path_factory.getbasetemp() / "followers.json"
+    write_trace(file, [Span(0, "", begin, step) for begin, step in zip(ends, steps, strict=False)])
+    slices = [e for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X"]
+    for one, other in itertools.pairwise(slices):
+        assert round(1000 * (one["ts"] + one["dur"])) <= round(1000 * other["ts"])
 
 
 def test_a_trace_without_spans_is_one(tmp_path: Path) -> None:

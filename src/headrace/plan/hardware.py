@@ -89,10 +89,6 @@ class Link:
     """Measured all-reduces by group size."""
     source: str = ""
 
-    def send_s(self, num_bytes: float) -> float:
-        """How long a message occupies the link."""
-        return num_bytes / self.bandwidth
-
     def all_reduce_s(self, size: int, num_bytes: float) -> float:
         """A sum of `num_bytes` over `size` GPUs: measured, or scaled from the nearest group that was, or modelled."""
         if size == 1:

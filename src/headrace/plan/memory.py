@@ -6,14 +6,13 @@ from headrace.errors import UserError
 from headrace.mesh import Mesh
 from headrace.plan.hardware import GIB, Machine
 from headrace.plan.inventory import rank_bytes
+from headrace.plan.operations import EXPAND_MOST
 from headrace.spec import DTYPE_BYTES, LayerSpec, MlaSpec, ModelSpec, MoeSpec
 
 SPARE_SHARE = 0.02
 """Of a GPU's memory, left free (as the workers do)."""
 RUNTIME_BYTES = int(1.5 * GIB)
 """Context, communicators, compiled kernels and graphs."""
-EXPAND_MOST = 32768
-"""Positions of which keys and values are made of latents at once (`worker/steps`)."""
 
 
 def weight_bytes(spec: ModelSpec, mesh: Mesh, stage: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -46,12 +47,15 @@ def write_trace(path: Path, spans: Iterable[Span], title: str = "headrace") -> N
 
 
 def _slice(span: Span) -> dict[str, object]:
+    # In whole nanoseconds, inwards: slices that follow each other must not overlap by a rounding, or they are nested.
+    begin_ns = math.ceil(span.start_s * 1e9)
+    end_ns = max(begin_ns, math.floor((span.start_s + span.dur_s) * 1e9))
     return {
         "ph": "X",
         "pid": 0,
         "tid": span.stage,
         "name": span.name,
-        "ts": round(span.start_s * 1e6, 3),
-        "dur": round(span.dur_s * 1e6, 3),
+        "ts": begin_ns / 1000,
+        "dur": (end_ns - begin_ns) / 1000,
         "args": span.args,
     }

@@ -45,6 +45,7 @@ def test_k2_on_eight_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["output_throughput"] == pytest.approx(200 / found["duration"])
     assert len(found["bubble"]) == 8 and all(0 <= share <= 1 for share in found["bubble"])
     assert len(found["edge_busy"]) == 7
+    assert found["steady_output_throughput"] >= found["output_throughput"]
     for name in ("ttft", "tpot", "itl", "e2el"):
         assert 0 < found[f"median_{name}_ms"] <= found[f"p95_{name}_ms"] <= found[f"p99_{name}_ms"]
         assert found[f"mean_{name}_ms"] > 0
@@ -80,6 +81,7 @@ def test_ways_to_arrive(capsys: pytest.CaptureFixture[str], how: tuple[str, ...]
     args = (SLICE, "--gpu", "h200", "--input", "20", "--output", "4", *how)
     found = figures(capsys, *args)
     assert found["completed"] == 6
+    assert (found["steady_output_throughput"] is None) == ("closed" not in how)
     assert found == figures(capsys, *args)
 
 

@@ -47,7 +47,7 @@ class Figures:
     request_throughput: float
     output_throughput: float
     """Tokens generated a second over the whole duration."""
-    steady_output_throughput: float
+    steady_output_throughput: float | None
     """The same until the first client of a closed loop had nothing more to ask."""
     total_token_throughput: float
     effective_concurrency: float
@@ -75,9 +75,6 @@ def figures(engine: VirtualEngine, *, closed: bool) -> Figures:
     duration = max(ends_s) - start_s
     num_in, num_out = sum(record.ask.input for record in records), sum(len(record.token_times_s) for record in records)
     active_s = max(engine.active_s, 1e-12)
-    last_ask_s = max(record.ask.at_s for record in records)
-    full_until_s = min(end for end in ends_s if end > last_ask_s) if closed else max(ends_s)
-    early = sum(time <= full_until_s for record in records for time in record.token_times_s)
     return Figures(
         completed=len(records),
         duration=duration,
@@ -85,7 +82,7 @@ def figures(engine: VirtualEngine, *, closed: bool) -> Figures:
         total_output_tokens=num_out,
         request_throughput=len(records) / duration,
         output_throughput=num_out / duration,
-        steady_output_throughput=early / (full_until_s - start_s),
+        steady_output_throughput=_steady(records) if closed else None,
         total_token_throughput=(num_in + num_out) / duration,
         effective_concurrency=sum(end - record.ask.at_s for end, record in zip(ends_s, records, strict=True))
         / duration,
@@ -95,6 +92,13 @@ def figures(engine: VirtualEngine, *, closed: bool) -> Figures:
         num_preemptions=engine.scheduler.num_preemptions,
         times={name: _stats(values) for name, values in zip(METRICS, _times(records), strict=True)},
     )
+
+
+def _steady(records: Sequence[Record]) -> float:
+    """Tokens a second until the first end after the last request came: so long all clients are busy."""
+    last_ask_s = max(record.ask.at_s for record in records)
+    until_s = min(record.token_times_s[-1] for record in records if record.token_times_s[-1] > last_ask_s)
+    return sum(time <= until_s for record in records for time in record.token_times_s) / until_s
 
 
 def to_json(setup: Setup, found: Figures) -> str:
@@ -115,7 +119,8 @@ def _lines(setup: Setup, found: Figures) -> Iterator[str]:
     yield setup.workload
     yield ""
     steady = found.steady_output_throughput
-    yield f"output tokens/s {found.output_throughput:10.1f}   {steady:.1f} while no client was done"
+    beside = "" if steady is None else f"   {steady:.1f} while no client was done"
+    yield f"output tokens/s {found.output_throughput:10.1f}{beside}"
     yield f"requests/s      {found.request_throughput:10.2f}   {found.effective_concurrency:.1f} under way on average"
     yield f"duration, s     {found.duration:10.1f}   {found.num_plans} plans, {found.num_preemptions} pre-emptions"
     yield ""

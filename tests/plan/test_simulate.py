@@ -45,7 +45,7 @@ def test_k2_on_eight_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["output_throughput"] == pytest.approx(200 / found["duration"])
     assert len(found["bubble"]) == 8 and all(0 <= share <= 1 for share in found["bubble"])
     assert len(found["edge_busy"]) == 7
-    assert found["steady_output_throughput"] >= found["output_throughput"]
+    assert 0 < found["steady_output_throughput"] < 8 * 1.51e12 / 33e9 * 20  # no request can go faster than bytes do
     for name in ("ttft", "tpot", "itl", "e2el"):
         assert 0 < found[f"median_{name}_ms"] <= found[f"p95_{name}_ms"] <= found[f"p99_{name}_ms"]
         assert found[f"mean_{name}_ms"] > 0

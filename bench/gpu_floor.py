@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Sequence
 
 from headrace.mesh import Mesh
-from headrace.plan.reads import stage_bytes
+from headrace.plan.reads import StageReads
 from headrace.spec import MlaSpec, ModelSpec, MoeSpec
 
 
@@ -19,7 +19,8 @@ def decode_floor(spec: ModelSpec, mesh: Mesh, requests: int, bytes_per_s: float)
     count = min(mesh.pp, requests)
     sizes = [requests // count + (i < requests % count) for i in range(count)]
     stages = range(mesh.pp)
-    times = {size: [stage_bytes(spec, mesh, stage, size) / bytes_per_s for stage in stages] for size in set(sizes)}
+    reads = [StageReads.of(spec, mesh, stage) for stage in stages]
+    times = {size: [one.bytes(size) / bytes_per_s for one in reads] for size in set(sizes)}
     dearest_stage = max(sum(times[size][stage] for size in sizes) for stage in stages)
     longest_trip = max(sum(times[size]) for size in sizes)
     return requests / max(dearest_stage, longest_trip)

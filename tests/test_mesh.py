@@ -6,13 +6,15 @@ import itertools
 import json
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.config import LayoutConfig
 from headrace.errors import UserError
-from headrace.mesh import Mesh, build_mesh, level_split
+from headrace.mesh import Mesh, best_split, build_mesh, level_split, run_costs
 from headrace.model_config import spec_from_config
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
@@ -127,3 +129,20 @@ def test_level_split_is_the_best_there_is(costs: list[int], data: st.DataObject,
         for cuts in itertools.combinations(range(1, len(costs)), stages - 1)
     ]
     assert peak(split) == min(peak(one) for one in every)
+
+
+def test_a_split_keeps_within_what_cannot_be() -> None:
+    costs = run_costs([1.0, 1.0, 1.0, 1.0])
+    limited = np.where(costs > 1, np.inf, costs)  # the second of three stages has room for one layer
+
+    def price(stage: int) -> npt.NDArray[np.float64]:
+        return limited if stage == 1 else costs
+
+    assert best_split(price, 3) in ((1, 1, 2), (2, 1, 1))
+    assert best_split(price, 2) == (3, 1)
+    assert best_split(lambda stage: limited, 3) is None
+
+
+def test_a_stage_may_be_dearer_than_another() -> None:
+    costs = run_costs([1.0] * 9)
+    assert best_split(lambda stage: costs * (2 if stage == 0 else 1), 2) == (3, 6)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
 
 from headrace.config import LayoutConfig
 from headrace.errors import UserError
 from headrace.spec import DenseSpec, GqaSpec, MlaSpec, ModelSpec, MoeSpec
+
+FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -158,34 +163,48 @@ def _check_width(width: int, ways: int, flag: str, what: str, spec: ModelSpec, m
 
 
 def level_split(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
-    """Layers of each stage such that the dearest stage costs least; `first` and `last` are added to the end stages.
+    """Layers of each stage such that the dearest stage costs least; `first` and `last` are added to the end stages."""
+    between = run_costs(costs)
+    extra = [0.0] * num_stages
+    extra[0] += first
+    extra[-1] += last
+    split = best_split(lambda stage: between + extra[stage] if extra[stage] else between, num_stages)
+    assert split is not None
+    return split
 
-    Among the splits with the least maximum, the one with the smallest sum of squares (dynamic programme,
-    O(stages * layers^2)).
+
+def run_costs(costs: Sequence[float]) -> FloatArray:
+    """What the layers from `start` until before `end` cost together: [L + 1, L + 1] by start and end."""
+    before = np.concatenate(([0.0], np.cumsum(costs)))
+    return before[None, :] - before[:, None]
+
+
+def best_split(price: Callable[[int], FloatArray], num_stages: int) -> tuple[int, ...] | None:
+    """Layers of each stage such that the dearest stage costs least; None where no split has a finite cost.
+
+    `price` gives a stage's costs as `run_costs` does, infinite where it cannot be. Among the splits with the least
+    maximum, the one with the smallest sum of squares (dynamic programme, O(stages * layers^2)).
     """
-    n = len(costs)
-    prefix = [0.0]
-    for cost in costs:
-        prefix.append(prefix[-1] + cost)
-
-    def price(stage: int, start: int, end: int) -> float:
-        extra = (first if stage == 0 else 0.0) + (last if stage == num_stages - 1 else 0.0)
-        return prefix[end] - prefix[start] + extra
-
-    best: list[dict[int, tuple[float, float, int]]] = [{0: (0.0, 0.0, 0)}]
+    # Shapes: S starts, E ends; a stage ends after at least as many layers as there are stages so far.
+    peak = squares = np.zeros(1)  # by the layers that stages so far have, from `low` on
+    low, starts = 0, []
     for stage in range(num_stages):
-        row: dict[int, tuple[float, float, int]] = {}
-        for end in range(stage + 1, n - (num_stages - stage - 1) + 1):
-            row[end] = min(
-                (max(peak, cost), squares + cost * cost, start)
-                for start, (peak, squares, _) in best[stage].items()
-                if start < end
-                for cost in (price(stage, start, end),)
-            )
-        best.append(row)
-    counts, end = [], n
-    for stage in range(num_stages, 0, -1):
-        start = best[stage][end][2]
+        costs = price(stage)
+        first_end, after_ends = stage + 1, len(costs) - (num_stages - stage - 1)
+        costs_SE = costs[low : low + len(peak), first_end:after_ends]
+        has_layers_SE = np.arange(low, low + len(peak))[:, None] < np.arange(first_end, after_ends)
+        costs_SE = np.where(has_layers_SE, costs_SE, np.inf)
+        peaks_SE = np.maximum(peak[:, None], costs_SE)
+        peak = peaks_SE.min(axis=0)
+        totals_SE = np.where(peaks_SE <= peak, squares[:, None] + costs_SE * costs_SE, np.inf)
+        squares = totals_SE.min(axis=0)
+        starts.append(totals_SE.argmin(axis=0) + low)
+        low = first_end
+    if not np.isfinite(peak[-1]):
+        return None
+    counts, end = [], low + len(peak) - 1
+    for stage in range(num_stages - 1, -1, -1):
+        start = int(starts[stage][end - stage - 1])
         counts.append(end - start)
         end = start
     return tuple(reversed(counts))

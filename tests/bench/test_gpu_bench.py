@@ -19,7 +19,6 @@ from bench import gpu_engine, gpu_table
 from headrace.config import ModelConfig
 from headrace.mesh import Mesh
 from headrace.model_config import spec_from_config
-from headrace.plan.reads import distinct_experts
 from headrace.spec import ModelSpec
 from tests.tiny import write_tiny
 
@@ -117,12 +116,6 @@ def test_two_ranks_of_a_stage_read_half_but_what_both_hold() -> None:
     one = decode_floor(spec, mesh(1, 1, 1, 8), 64, 4.3e12)
     tensor, expert = (decode_floor(spec, mesh(1, 2, ep, 8), 64, 4.3e12) for ep in (1, 2))
     assert 1.8 * one < expert < tensor < 2 * one
-
-
-def test_distinct_experts_of_the_fullest_rank() -> None:
-    assert distinct_experts(384, 8, 1, 1) == pytest.approx(8)
-    assert 4 < distinct_experts(384, 8, 1, 2) < 8
-    assert distinct_experts(384, 8, 4000, 2) == 192
 
 
 def test_prompt_flops_of_a_dense_model_are_twice_its_parameters_a_token() -> None:

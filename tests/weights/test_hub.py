@@ -102,3 +102,16 @@ def test_cache_serves_without_the_hub(cache: tuple[Path, Any], offline: bool) ->
     assert "org/never" in gone["error"]
     assert ("HF_HUB_OFFLINE" if offline else "cannot be reached") in gone["error"]
     assert "\n" not in gone["error"]
+
+
+def test_a_simulation_fetches_the_config_and_nothing_else(hub: Hub, tmp_path: Path) -> None:
+    settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")} | settings
+    before = len(hub.requests)
+    command = [sys.executable, "-m", "headrace", "simulate", "org/tiny", "--gpu", "h200", "--requests", "2", "--json"]
+    done = subprocess.run(
+        [*command, "--input", "8", "--output", "2"], env=environment, capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout)["model"] == "org/tiny"
+    asked = [line for line in hub.requests[before:] if "/resolve/" in line]
+    assert asked and all(line.endswith("/config.json") for line in asked)

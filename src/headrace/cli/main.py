@@ -95,6 +95,18 @@ def _bench_config() -> type[Any]:
     return BenchConfig
 
 
+def _simulate(config: Any) -> int:
+    from headrace.plan.simulate import simulate
+
+    return simulate(config)
+
+
+def _simulate_config() -> type[Any]:
+    from headrace.plan.config import SimulateConfig
+
+    return SimulateConfig
+
+
 COMMANDS = {
     "serve": Command(
         lambda: ServeConfig,
@@ -104,6 +116,12 @@ COMMANDS = {
     ),
     "bench": Command(
         _bench_config, _bench, "Measure an OpenAI-compatible server: time to first token, throughput, errors."
+    ),
+    "simulate": Command(
+        _simulate_config,
+        _simulate,
+        "Serve requests in virtual time on hardware that need not be there: throughput, latencies, idle stages.",
+        ("model",),
     ),
 }
 

@@ -18,8 +18,8 @@ from headrace.engine.executor import Capacity, Executor
 from headrace.engine.requests import Intake, warm_up
 from headrace.errors import PeerLost, UserError
 from headrace.mesh import build_mesh
-from headrace.plan.reads import StageReads
-from headrace.schedule.balance import Balance, ByCost, Level
+from headrace.plan.reads import decode_balance
+from headrace.schedule.balance import Balance, Level
 from headrace.schedule.request import Event
 from headrace.schedule.scheduler import Scheduler, SchedulerConfig
 from headrace.spec import ModelSpec
@@ -143,11 +143,7 @@ class Engine:
         log.debug("loaded after %.2f s", time.monotonic() - started)
 
     def _balance(self) -> Balance:
-        """Decode rows are spread by what stages read: it is what decode steps take their time for."""
-        if self._config.schedule.balance == "level":
-            return Level()
-        reads = [StageReads.of(self._spec, self._mesh, stage) for stage in range(self._mesh.pp)]
-        return ByCost(lambda rows: [stage.bytes(rows) for stage in reads])
+        return Level() if self._config.schedule.balance == "level" else decode_balance(self._spec, self._mesh)
 
     def _warm(self) -> None:
         """Ready means that an inference passed every stage: the largest chunk, then a decode."""

@@ -1,1 +1,1 @@
-"""What a layout costs before it runs: bytes, operations and time, from the spec and the mesh alone."""
+"""What a layout would do before a byte of it is loaded: hardware, prices, splits, and the engine in virtual time."""

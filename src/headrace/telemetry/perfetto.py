@@ -14,7 +14,6 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-PROCESS = "headrace"
 PID, FIRST_TRACK = 1, 2
 """Viewers take thread 0 for an idle processor, and one with its process's number for the main thread."""
 MOST_FLOWS = 4096
@@ -40,11 +39,11 @@ class Span:
     """Spans of one flow are joined by arrows from each stage to the next."""
 
 
-def write_trace(path: Path, spans: Iterable[Span]) -> None:
+def write_trace(path: Path, spans: Iterable[Span], title: str = "headrace") -> None:
     """Write spans to `path` as they come, those of a flow in the order of its stages. Raises OSError."""
     with path.open("wb") as file:
         writer = _Writer(file)
-        writer.begin()
+        writer.begin(title)
         for span in spans:
             writer.add(span)
         writer.end()
@@ -61,9 +60,9 @@ class _Writer:
         """The latest stage's span of each flow."""
         self._num_arrows = 0
 
-    def begin(self) -> None:
+    def begin(self, title: str) -> None:
         self._file.write(b'{"displayTimeUnit":"ns","traceEvents":[\n')
-        self._file.write(self._encode(_metadata("process_name", FIRST_TRACK, name=PROCESS)))
+        self._file.write(self._encode(_metadata("process_name", FIRST_TRACK, name=title)))
 
     def end(self) -> None:
         self._file.write(b"\n]}\n")

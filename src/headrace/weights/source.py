@@ -53,6 +53,27 @@ def resolve(model: str | None, *, say: Callable[[str], None]) -> ModelSource:
     raise UserError(f"MODEL {model}: there is no such folder or .gguf file, and it is not a hub id (org/name)")
 
 
+def find_spec(model: str, *, say: Callable[[str], None]) -> tuple[str, ModelSpec]:
+    """A model's name and spec from as little as will do: a bare config.json, or that alone of what the hub has.
+
+    Raises UserError naming MODEL.
+    """
+    path = Path(model).expanduser()
+    if path.suffix.lower() == ".json" and not path.is_dir():
+        if not path.is_file():
+            raise UserError(f"MODEL {model}: there is no such file")
+        path = _absolute(path)
+        return path.parent.name or path.stem, spec_from_config(_read_json(path))
+    if not path.exists() and path.suffix.lower() != ".gguf" and _HUB_ID.fullmatch(model):
+        say(f"looking for the config of {model} on the hub and in its cache")
+        folder = _snapshot(model, ("config.json",))
+        if not (folder / "config.json").is_file():
+            raise UserError(f"MODEL {model}: on the hub it holds no config.json")
+        return model, spec_from_config(_read_json(folder / "config.json"))
+    source = resolve(model, say=say)
+    return source.name, read_spec(source)
+
+
 def read_config(source: ModelSource) -> dict[str, Any]:
     """The model's config.json, or the one that a GGUF file's metadata stands for. Raises UserError."""
     if source.kind == "gguf":

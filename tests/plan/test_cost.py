@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.mesh import Mesh
+from headrace.plan.cost import HOP_S, Roofline, seconds
+from headrace.plan.experts import Routing, Skewed, Uniform
+from headrace.plan.hardware import Machine, build_machine, catalogue
+from headrace.plan.inventory import layer_matrices
+from headrace.plan.load import Load
+from headrace.plan.operations import AllGather, AllReduce, Operation, Share
+from tests.plan.specs import BARE, K2, QWEN, SLICE, bare
+
+H200 = catalogue().gpu("h200")
+NVLINK = catalogue().link("nvlink-h200")
+MIB = 2**20
+
+
+def mesh_of(pp: int, tp: int = 1, ep: int = 1, split: tuple[int, ...] | None = None, layers: int = 8) -> Mesh:
+    return Mesh(pp=pp, tp=tp, ep=ep, split=split or (layers // pp,) * pp)
+
+
+def slice_cost(mesh: Mesh, machine: Machine | None = None, routing: Routing | None = None) -> Roofline:
+    return Roofline(SLICE, mesh, machine or bare(mesh), routing or Uniform())
+
+
+def test_an_operation_takes_its_bytes_or_its_products_and_its_launches() -> None:
+    gpu = replace(BARE, bandwidth=2e12, read_share=0.5, bf16_flops=1e14, dense_share=0.5, launch_s=1e-6, cache_bytes=10)
+    assert seconds(Operation("dense", bytes=1e9), gpu, None, 1) == pytest.approx(1e-3)
+    assert seconds(Operation("dense", bytes=1e9, flops=1e11), gpu, None, 1) == pytest.approx(2e-3)
+    assert seconds(Operation("dense", bytes=0, launches=3), gpu, None, 1) == pytest.approx(3e-6)
+    # What it puts in and takes out counts as far as the cache does not hold it.
+    assert seconds(Operation("dense", bytes=0, moved=1e9 + 10), gpu, None, 1) == pytest.approx(1e-3)
+
+
+def test_sums_are_priced_by_the_link_and_free_without_one() -> None:
+    assert seconds(AllReduce(448 * 1024), H200, NVLINK, 2) == pytest.approx(42e-6)
+    assert seconds(AllGather(448 * 1024), H200, NVLINK, 2) == pytest.approx(32e-6)  # half, but never under the least
+    assert seconds(AllGather(56 * MIB), H200, NVLINK, 2) == pytest.approx(
+        (121e-6 + 28672 * (121e-6 - 42e-6) / (28672 - 448)) / 2
+    )
+    assert seconds(AllReduce(448 * 1024), H200, None, 2) == 0
+
+
+def test_one_token_of_k2_by_hand() -> None:
+    """A dense layer of 995 MB; 7 with 8 experts of 24.77 MB, 202 + 88 MB beside them and a router of 5.5; the head."""
+    total = 995.0e6 + 7 * (8 * 24.77e6 + 202e6 + 88e6 + 5.5e6) + 2348.8e6
+    steps = slice_cost(mesh_of(1)).steps_s(Load.decode(1, 1))
+    assert steps[0] == pytest.approx(total / 1.792e12, rel=2e-3)
+
+
+def test_stages_add_up_and_the_ends_have_what_is_theirs() -> None:
+    load = Load.decode(4, 100)
+    whole = slice_cost(mesh_of(1)).steps_s(load)
+    parts = slice_cost(mesh_of(4)).steps_s(load)
+    assert parts.sum() == pytest.approx(whole[0])
+    head_s = SLICE.head_bytes / 1.792e12
+    assert parts[3] - parts[2] == pytest.approx(head_s, rel=0.01)
+    unsampled = replace(load, sampled=0)
+    assert slice_cost(mesh_of(4)).steps_s(unsampled)[3] == pytest.approx(parts[2])
+
+
+def test_the_context_is_read_by_every_row_whole_on_every_rank() -> None:
+    """576 values of two bytes a position and layer; tensor parallelism has a copy on each rank."""
+    for tp in (1, 2):
+        cost = slice_cost(mesh_of(1, tp))
+        longer = cost.steps_s(Load.decode(4, 20_000)) - cost.steps_s(Load.decode(4, 10_000))
+        assert longer[0] == pytest.approx(8 * 4 * 10_000 * 1152 / 1.792e12, rel=1e-3)
+
+
+def test_grouped_queries_share_their_heads_over_ranks_as_far_as_there_are_any() -> None:
+    """Two matrices of 4 heads of 128 a position and layer, over four ranks at most."""
+    for tp, heads in ((1, 4), (2, 2), (4, 1), (8, 1)):
+        cost = Roofline(QWEN, mesh_of(1, tp, layers=48), bare(mesh_of(1, tp)), Uniform())
+        longer = cost.steps_s(Load.decode(2, 20_000)) - cost.steps_s(Load.decode(2, 10_000))
+        assert longer[0] == pytest.approx(48 * 2 * 10_000 * 2 * heads * 128 * 2 / 1.792e12, rel=1e-3)
+
+
+def test_what_tensor_parallelism_replicates_is_36_mb_a_layer() -> None:
+    one, two = (
+        sum(
+            operation.bytes
+            for operation in Share(SLICE, tp, 1, Uniform()).products(
+                SLICE.layers[1], layer_matrices(SLICE, 1), tokens=1
+            )
+            if isinstance(operation, Operation)
+        )
+        for tp in (1, 2)
+    )
+    assert 2 * two - one == pytest.approx(36e6, rel=0.02)
+
+
+def test_experts_spread_whole_wait_for_the_fullest_rank() -> None:
+    spread, sliced = (slice_cost(mesh_of(1, 8, ep)).steps_s(Load.decode(1, 1))[0] for ep in (8, 1))
+    fullest = Uniform().distinct(SLICE.layers[1].mlp, 1, 8)  # type: ignore[arg-type]  # layer 1 has experts
+    assert spread - sliced == pytest.approx(7 * (fullest - 1) * 24.77e6 / 1.792e12, rel=1e-3)
+
+
+def test_skewed_routing_reads_fewer_experts_and_its_fullest_rank_computes_more() -> None:
+    decode, prompt = Load.decode(64, 10), Load.prompt(0, 4096, samples=False)
+    alike, skewed = (slice_cost(mesh_of(1, 8, 8), routing=routing) for routing in (Uniform(), Skewed(1.0)))
+    assert skewed.steps_s(decode)[0] < alike.steps_s(decode)[0]
+    assert skewed.steps_s(prompt)[0] > alike.steps_s(prompt)[0]
+
+
+def test_a_prompt_is_bound_by_products() -> None:
+    """Of the slice a token multiplies about 2.97 G parameters twice; attention over the prompt comes on top."""
+    cost = Roofline(SLICE, mesh_of(1), bare(mesh_of(1)), Uniform())
+    took = cost.steps_s(Load.prompt(0, 8192, samples=True))[0]
+    active = 497.5e6 + 7 * (101.1e6 + 2.75e6 + 9 * 44.04e6)
+    pairs = 8192 * 8193 / 2
+    flops = 2 * 8192 * active + 8 * 2 * 64 * 320 * pairs
+    assert took == pytest.approx(flops / BARE.bf16_flops, rel=0.06)
+
+
+def test_long_prefixes_make_chunks_dearer() -> None:
+    cost = slice_cost(mesh_of(1))
+    near, far = (cost.steps_s(Load.prompt(start, 2048, samples=False))[0] for start in (0, 60_000))
+    assert far > 1.5 * near
+
+
+def test_all_reduces_two_a_layer_and_the_ends() -> None:
+    mesh = mesh_of(1, 2)
+    linked, free = (slice_cost(mesh, Machine(gpus=(H200,) * 2, link=link)) for link in (NVLINK, None))
+    difference = linked.steps_s(Load.decode(1, 1)) - free.steps_s(Load.decode(1, 1))
+    # 8 layers, the embedding's sum and the logits' gathering, each as long as the shortest.
+    assert difference[0] == pytest.approx(18 * 32e-6)
+
+
+def test_edges_take_their_bytes_and_a_hop() -> None:
+    machine = build_machine(catalogue(), "rtx-pro-6000", 4, links=None, num_hosts=2, network="10gbe")
+    busy, delay = slice_cost(mesh_of(4), machine).edges_s(100)
+    sent = 100 * 7168 * 2
+    assert busy == pytest.approx([sent / 54e9, sent / 1.1e9, sent / 54e9])
+    assert delay == pytest.approx([0.4e-6 + HOP_S, 45e-6 + HOP_S, 0.4e-6 + HOP_S])
+    # Ranks of one stage send each to its like, over one network.
+    machine = build_machine(catalogue(), "rtx-pro-6000", 4, links=None, num_hosts=2, network="10gbe")
+    busy, _ = slice_cost(mesh_of(2, 2), machine).edges_s(100)
+    assert busy == pytest.approx([2 * sent / 1.1e9])
+
+
+def test_stages_across_hosts_sum_over_the_network() -> None:
+    inside, across = (
+        build_machine(catalogue(), "h200", 2, links=None, num_hosts=hosts, network=network)
+        for hosts, network in ((1, None), (2, "100gbe-tcp"))
+    )
+    mesh = mesh_of(1, 2)
+    load = Load.decode(8, 10)
+    assert slice_cost(mesh, across).steps_s(load)[0] > 1.5 * slice_cost(mesh, inside).steps_s(load)[0]
+
+
+def test_no_links_cost_nothing_at_all() -> None:
+    cost = slice_cost(mesh_of(4))
+    assert (cost.feedback_s, cost.host_s) == (0, 0)
+    busy, delay = cost.edges_s(1000)
+    assert not busy.any() and not delay.any()
+
+
+def test_a_stage_of_unlike_gpus_waits_for_the_slowest() -> None:
+    slow = replace(BARE, slug="slow", bandwidth=BARE.bandwidth / 3)
+    load = Load.decode(4, 100)
+    mesh = mesh_of(2, 2)
+    even = slice_cost(mesh).steps_s(load)
+    mixed = slice_cost(mesh, Machine(gpus=(BARE, BARE, BARE, slow), link=None)).steps_s(load)
+    assert mixed[0] == pytest.approx(even[0])
+    assert mixed[1] == pytest.approx(3 * even[1])
+
+
+@given(st.integers(1, 256), st.integers(0, 256), st.integers(0, 10**6), st.integers(0, 10**5), st.integers(0, 10**7))
+def test_more_of_anything_never_takes_less(tokens: int, sampled: int, context: int, chunks: int, pairs: int) -> None:
+    cost = slice_cost(mesh_of(2, 2, 2), Machine(gpus=(H200,) * 4, link=NVLINK))
+    some = Load(tokens, sampled, 0, context, chunks, pairs)
+    before = cost.steps_s(some)
+    for more in (
+        replace(some, tokens=tokens + 1),
+        replace(some, sampled=sampled + 1),
+        replace(some, context=context + 1000),
+    ):
+        assert np.all(cost.steps_s(more) >= before - 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("layout", "split", "measured"),
+    [
+        ((1, 1, 1), (8,), {1: 469, 2: 805, 8: 1833, 32: 3017}),
+        ((2, 1, 1), (5, 3), {1: 456, 2: 882, 8: 2454, 32: 4079}),
+        ((1, 2, 1), (8,), {1: 588, 2: 1096, 8: 2826, 32: 5043}),
+    ],
+)
+def test_against_what_two_h200_did(
+    layout: tuple[int, int, int], split: tuple[int, ...], measured: dict[int, int]
+) -> None:
+    """Tokens a second of `docs/decisions/019`; one launch cost was set so that 469 comes out, nothing else."""
+    pp, tp, ep = layout
+    mesh = Mesh(pp=pp, tp=tp, ep=ep, split=split)
+    cost = slice_cost(mesh, Machine(gpus=(H200,) * mesh.num_ranks, link=NVLINK))
+    for num_requests, rate in measured.items():
+        rows = -(-num_requests // min(pp, num_requests))
+        steps = cost.steps_s(Load.decode(rows, 200))
+        _, delays = cost.edges_s(rows)
+        period = max(min(pp, num_requests) * steps.max(), steps.sum() + delays.sum() + cost.feedback_s)
+        assert num_requests / period == pytest.approx(rate, rel=0.15)
+
+
+def test_k2_over_eight_stages_by_hand() -> None:
+    """4 rows a microbatch touch 31 experts: a layer reads 1.06 GB, the head counts as 2.2 layers."""
+    split = (8, 8, 8, 8, 8, 8, 8, 5)
+    mesh = Mesh(pp=8, tp=1, ep=1, split=split)
+    steps = Roofline(K2, mesh, bare(mesh), Uniform()).steps_s(Load.decode(4, 1))
+    assert steps[1] == pytest.approx(8 * 1.064e9 / 1.792e12, rel=0.01)
+    assert (steps[7] - steps[1] * 5 / 8) / (steps[1] / 8) == pytest.approx(2.2, rel=0.02)
+    assert steps.sum() / (8 * steps.max()) == pytest.approx(0.99, abs=0.01)  # utilisation
+
+
+@pytest.mark.parametrize(
+    ("split", "shares"),
+    [
+        ((7, 7, 7, 8, 8, 8, 8, 8), (65, 77, 87)),
+        ((7, 7, 8, 8, 8, 8, 8, 7), (71, 86, 95)),
+        ((8, 8, 8, 8, 8, 8, 8, 5), (86, 99, 95)),
+    ],
+)
+def test_utilisation_of_splits_of_k2(split: tuple[int, ...], shares: tuple[int, ...]) -> None:
+    """At microbatches of 1, 4 and 16, as computed by hand."""
+    mesh = Mesh(pp=8, tp=1, ep=1, split=split)
+    cost = Roofline(K2, mesh, bare(mesh), Uniform())
+    for rows, share in zip((1, 4, 16), shares, strict=True):
+        steps = cost.steps_s(Load.decode(rows, 1))
+        assert 100 * steps.sum() / (8 * steps.max()) == pytest.approx(share, abs=1.5)

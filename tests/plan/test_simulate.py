@@ -103,7 +103,7 @@ def test_a_trace_has_a_track_a_stage_and_a_slice_a_microbatch(
     slices = [event for event in events if event["ph"] == "X"]
     assert len(slices) == 2 * found["num_plans"]
     for stage in (0, 1):
-        track = sorted((e["ts"], e["dur"]) for e in slices if e["tid"] == stage)
+        track = sorted((e["ts"], e["dur"]) for e in slices if e["tid"] == FIRST_TRACK + stage)
         starts, lengths = np.array(track).T
         assert (starts[1:] >= (starts + lengths)[:-1] - 0.01).all()  # microseconds, rounded
         busy = lengths.sum() / 1e6 / found["duration"]
@@ -175,6 +175,7 @@ def test_nothing_on_its_way_needs_torch() -> None:
     code = f"""
 import sys
 from headrace.cli.main import run
+from headrace.telemetry.perfetto import FIRST_TRACK
 assert run(["simulate", {SLICE!r}, "--gpu", "h200", "--requests", "2", "--input", "4", "--output", "2"]) == 0
 assert "torch" not in sys.modules
 """

@@ -13,6 +13,7 @@ import pytest
 
 from headrace.cli.main import run
 from headrace.plan.config import WorkloadConfig
+from headrace.telemetry.perfetto import FIRST_TRACK
 from tests.plan.specs import CONFIGS, K2_CONFIG
 
 SLICE = str(CONFIGS / "k2-slice")
@@ -175,7 +176,6 @@ def test_nothing_on_its_way_needs_torch() -> None:
     code = f"""
 import sys
 from headrace.cli.main import run
-from headrace.telemetry.perfetto import FIRST_TRACK
 assert run(["simulate", {SLICE!r}, "--gpu", "h200", "--requests", "2", "--input", "4", "--output", "2"]) == 0
 assert "torch" not in sys.modules
 """

@@ -19,7 +19,7 @@ from headrace.worker.peer_memory import allocate, can_reach, handle_of, open_han
 
 log = logging.getLogger(__name__)
 
-MOST_BYTES, MOST_SENT = 256 << 10, 512 << 10
+MOST_BYTES, MOST_SENT = 1 << 20, 1 << 20
 """Of a tensor, and times the ranks that it is sent to: above, NCCL is taken."""
 ALIGN = 2 << 20
 """Of an allocation that nothing else shares."""

@@ -82,6 +82,8 @@ class ScheduleConfig:
     """Bytes of KV cache on each rank; by default from the memory that is free."""
     run_ahead: int | None = None
     """Plans issued beyond those live on the stages, before their inputs are sampled; 2 on a GPU and 0 on a CPU."""
+    prefix_cache: bool = True
+    """Whether a prompt takes over KV pages that hold what it begins with, whoever computed them."""
 
     def __post_init__(self) -> None:
         for flag, value in (

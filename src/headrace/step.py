@@ -5,6 +5,7 @@ Arrays travel as little-endian bytes (`pack`/`unpack`), so a plan costs a few by
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Literal
 
@@ -19,6 +20,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 def pack(values: Sequence[int] | Int32Array) -> bytes:
     """Encode integers as little-endian int32 bytes."""
+    if isinstance(values, list):  # three times as fast as through an array
+        return struct.pack(f"<{len(values)}i", *values)
     return np.ascontiguousarray(values, dtype="<i4").tobytes()
 
 

@@ -31,6 +31,7 @@ SERVE = """
 --page-size    int                                     16
 --kv-memory    int | None                              None
 --run-ahead    int | None                              None
+--prefix-cache bool                                    True
 --transport    Literal['ipc', 'tcp']                   'ipc'
 --timeout      float                                   60.0
 --edges        Literal['auto', 'nccl']                 'auto'

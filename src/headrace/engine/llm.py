@@ -78,9 +78,9 @@ class LLM:
 
     model: as in `headrace serve`. Options are the fields of the configuration by their own names: `pp`, `tp`, `ep`,
     `split`, `device`, `dtype`, `max_len`, `seed`, `attention`, `graphs`, `weights`, `routing`, `max_running`, `chunk`,
-    `page_size`, `kv_memory`, `run_ahead`, `transport`, `timeout_s`, `edges`, `trace`. Raises UserError for what cannot
-    be, Fault when it fails; both in one line. A context manager; `close` leaves no process and no file behind.
-    Belongs to one thread.
+    `page_size`, `kv_memory`, `run_ahead`, `prefix_cache`, `transport`, `timeout_s`, `edges`, `trace`. Raises UserError
+    for what cannot be, Fault when it fails; both in one line. A context manager; `close` leaves no process and no file
+    behind. Belongs to one thread.
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:

@@ -18,8 +18,8 @@ from headrace.engine.executor import Capacity, Executor
 from headrace.engine.requests import Intake, warm_up
 from headrace.errors import PeerLost, UserError
 from headrace.mesh import build_mesh
+from headrace.schedule import Scheduler, SchedulerConfig
 from headrace.schedule.request import Event
-from headrace.schedule.scheduler import Scheduler, SchedulerConfig
 from headrace.spec import ModelSpec
 from headrace.step import Abort, ClientMessage, EngineStatus, Hello, Output, Outputs, StepResult, Submit
 
@@ -133,6 +133,7 @@ class Engine:
                 num_pages=self._capacity.num_pages,
                 max_len=self._max_len,
                 run_ahead=schedule.run_ahead or 0,
+                prefix_cache=schedule.prefix_cache,
             )
         )
         log.debug("loaded after %.2f s", time.monotonic() - started)

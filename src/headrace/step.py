@@ -131,7 +131,11 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """Client to engine: send me status from now on."""
 
 
-ClientMessage = Submit | Abort | Hello
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
+    """Client to engine: forget what is cached; requests that are submitted after this find nothing from before."""
+
+
+ClientMessage = Submit | Abort | Hello | ResetPrefixCache
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -157,6 +161,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """One line, with finish_reason `error`."""
     queued_s: float = 0.0
     """Time from submission to the first step, in the first output only."""
+    num_cached: int = 0
+    """Prompt tokens that were found in the prefix cache, in the first output only."""
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
@@ -201,7 +207,13 @@ class EngineStatus(msgspec.Struct, frozen=True, tag="status"):
     kv_tokens: int = 0
     """Capacity of the KV cache in tokens."""
     kv_usage: float = 0.0
-    """Share of its pages in use."""
+    """Share of its pages that requests hold."""
+    kv_cached: float = 0.0
+    """Share of its pages that no request holds and that are kept for what they hold."""
+    prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix cache since start."""
+    prefix_hits: int = 0
+    """Those of them that were there."""
     max_len: int = 0
     """Longest request in tokens, prompt and output together."""
     vocab_size: int = 0

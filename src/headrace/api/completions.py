@@ -74,8 +74,8 @@ class _Job:
         return self.prompts[run // self.num_each]
 
     def usage(self) -> Usage:
-        """Prompts count once, whatever `n` is."""
-        return usage_of(sum(len(p.tokens) for p in self.prompts), sum(run.num_tokens for run in self.runs))
+        """Of all choices of all prompts."""
+        return usage_of(sum(len(p.tokens) for p in self.prompts), self.runs, self.num_each)
 
     def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
         """What the engine gives; nothing runs where nothing is computed."""

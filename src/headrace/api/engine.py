@@ -28,6 +28,10 @@ class Engine(Protocol):
         """
         ...
 
+    def reset_prefix_cache(self) -> None:
+        """Forget what is cached: requests after this find nothing from before. Raises Fault when the engine is lost."""
+        ...
+
     async def start(self) -> None:
         """Connect."""
         ...

@@ -23,6 +23,7 @@ from headrace.step import (
     FinishReason,
     Hello,
     Output,
+    ResetPrefixCache,
     SamplingParams,
     Submit,
     TokenLogprobs,
@@ -59,6 +60,8 @@ class Generation:
     """One entry a token, where asked for."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """All prompt positions but the first, where asked for."""
+    num_cached: int = 0
+    """Prompt tokens that were found in the prefix cache."""
 
 
 @dataclass
@@ -71,6 +74,7 @@ class _Pending:
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_cached: int = 0
 
 
 class LLM:
@@ -154,6 +158,12 @@ class LLM:
         texts = [form.render(one, tools=tools, add_generation_prompt=True, **template) for one in conversations]
         # The template writes the special tokens itself.
         return self.generate([self.tokenizer.encode(text, add_special=False) for text in texts], sampling)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what is cached of the prompts and answers so far."""
+        if self._closed:
+            raise Fault("this LLM is closed")
+        self._socket.send(self._encode(ResetPrefixCache()))
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -253,6 +263,7 @@ class LLM:
         one.prompt_logprobs += output.prompt_logprobs
         one.ids += output.tokens
         one.logprobs += output.logprobs
+        one.num_cached += output.num_cached
         reason, stopped = output.finish_reason, False
         if one.detokenizer is not None:
             delta = one.detokenizer.push(output.tokens)
@@ -273,6 +284,7 @@ class LLM:
             one.tokens,
             None if wanted.logprobs is None else one.logprobs,
             None if wanted.prompt_logprobs is None else one.prompt_logprobs,
+            one.num_cached,
         )
 
     def _hear(self) -> list[Output]:

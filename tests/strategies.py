@@ -11,6 +11,11 @@ from tests.fakes.executor import VOCAB_SIZE
 TOKENS = st.integers(0, VOCAB_SIZE - 1)
 
 
+ALIKE = st.lists(st.sampled_from([7, 7, 7, 8]), min_size=1, max_size=20)
+"""Prompts that often begin alike."""
+PROMPTS = ALIKE | st.lists(TOKENS, min_size=1, max_size=20)
+
+
 @st.composite
 def scheduler_configs(draw: st.DrawFn) -> SchedulerConfig:
     """Small ones, so that every bound is met often."""
@@ -23,6 +28,7 @@ def scheduler_configs(draw: st.DrawFn) -> SchedulerConfig:
         max_len=draw(st.sampled_from([8, 24, 64])),
         max_in_flight=draw(st.sampled_from([None, None, 1, 2])),
         headroom=draw(st.sampled_from([0, 0, 4, 32])),
+        prefix_cache=draw(st.sampled_from([True, True, True, False])),
     )
 
 

@@ -84,6 +84,8 @@ class ScheduleConfig:
     """Plans issued beyond those live on the stages, before their inputs are sampled; 2 on a GPU and 0 on a CPU."""
     balance: Literal["auto", "level"] = "auto"
     """Decode rows of each microbatch; level is the same for all, auto lets them differ where stages' bytes say so."""
+    prefix_cache: bool = True
+    """Whether a prompt takes over KV pages that hold what it begins with, whoever computed them."""
 
     def __post_init__(self) -> None:
         for flag, value in (

@@ -15,6 +15,14 @@ from tests.fakes.engine import FakeEngine
 Says = Callable[[str], Caller]
 
 
+def usage(num_prompt: int, num_completion: int, num_cached: int = 0) -> dict[str, Any]:
+    """What an answer says of its tokens."""
+    return {
+        "prompt_tokens": num_prompt, "completion_tokens": num_completion, "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }  # fmt: skip
+
+
 def test_a_text_is_completed_and_counted(says: Says) -> None:
     answer = says("héllo").complete(model=NAME, prompt="ab", max_tokens=50).json()
     assert answer["object"] == "text_completion"
@@ -22,7 +30,7 @@ def test_a_text_is_completed_and_counted(says: Says) -> None:
     assert answer["id"].startswith("cmpl-")
     assert answer["choices"] == [{"index": 0, "text": "héllo", "logprobs": None, "finish_reason": "stop"}]
     # Six bytes and the end token.
-    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 7, "total_tokens": 9}
+    assert answer["usage"] == usage(2, 7)
 
 
 def test_no_model_means_the_served_one_and_sixteen_tokens_are_the_default(caller: Caller, engine: FakeEngine) -> None:
@@ -59,7 +67,16 @@ def test_choices_are_indexed_prompt_by_prompt_and_their_seeds_differ(caller: Cal
     assert [asked[str(i)].sampling.seed for i in range(4)] == [5, 6, 5, 6]
     # The fake's first letter is 97 + (tokens + seed) % 26.
     assert [choice["text"] for choice in answer["choices"]] == ["yz", "za", "ab", "bc"]
-    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 8, "total_tokens": 10}
+    assert answer["usage"] == usage(2, 8)
+
+
+def test_cached_tokens_count_once_a_prompt(caller: Caller, engine: FakeEngine) -> None:
+    engine.num_cached = 2
+    body = {"prompt": ["abc", "def"], "n": 3, "max_tokens": 2}
+    assert caller.complete(**body).json()["usage"] == usage(6, 12, 2 * 2)
+    *_, last = events_of(caller.complete(**body, stream=True, stream_options={"include_usage": True}))
+    assert last["usage"] == usage(6, 12, 2 * 2)
+    assert caller.complete(prompt="abc", max_tokens=0).json()["usage"] == usage(3, 0)
 
 
 def test_the_last_seed_of_64_bits_has_a_successor(caller: Caller, engine: FakeEngine) -> None:
@@ -129,7 +146,7 @@ def test_echo_alone_asks_for_no_log_probabilities(says: Says) -> None:
 def test_no_tokens_can_be_asked_for(caller: Caller, engine: FakeEngine) -> None:
     answer = caller.complete(prompt="xy", max_tokens=0, echo=True).json()
     assert answer["choices"] == [{"index": 0, "text": "xy", "logprobs": None, "finish_reason": "length"}]
-    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2}
+    assert answer["usage"] == usage(2, 0)
     assert engine.submitted == []
 
 

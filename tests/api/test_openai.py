@@ -67,6 +67,8 @@ def test_chat_stream(client: openai.OpenAI) -> None:
     assert chunks[-1].choices[0].finish_reason == "stop"
     assert last.usage is not None
     assert last.usage.completion_tokens == 16
+    assert last.usage.prompt_tokens_details is not None
+    assert last.usage.prompt_tokens_details.cached_tokens == 0
 
 
 def test_completions(client: openai.OpenAI) -> None:

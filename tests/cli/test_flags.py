@@ -32,6 +32,7 @@ SERVE = """
 --kv-memory    int | None                              None
 --run-ahead    int | None                              None
 --balance      Literal['auto', 'level']                'auto'
+--prefix-cache bool                                    True
 --transport    Literal['ipc', 'tcp']                   'ipc'
 --timeout      float                                   60.0
 --edges        Literal['auto', 'nccl']                 'auto'

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.errors import Fault
-from headrace.step import EngineStatus, FinishReason, Output, SamplingParams, StageStats, TokenLogprobs
+from headrace.sampling import SamplingParams
+from headrace.step import EngineStatus, FinishReason, Output, StageStats, TokenLogprobs
 
 READY = EngineStatus(
     phase="ready",
@@ -16,6 +17,9 @@ READY = EngineStatus(
     num_preemptions=1,
     kv_tokens=4096,
     kv_usage=0.25,
+    kv_cached=0.5,
+    prefix_queries=900,
+    prefix_hits=300,
     max_len=128,
     stages=[
         StageStats(
@@ -68,6 +72,9 @@ class FakeEngine:
     """End a request with an error after so many outputs."""
     submitted: list[Submitted] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    num_cached: int = 0
+    """Prompt tokens that every request is told to have found."""
+    num_resets: int = 0
     stopped: bool = False
     num_held: int = 0
     """Requests that wait for `release`, or waited."""
@@ -80,6 +87,11 @@ class FakeEngine:
         while not condition():
             self.changed.clear()
             await self.changed.wait()
+
+    def reset_prefix_cache(self) -> None:
+        """Count."""
+        self._check()
+        self.num_resets += 1
 
     async def start(self) -> None:
         """Nothing to connect."""
@@ -146,6 +158,7 @@ class FakeEngine:
                     prompt_logprobs=prompt if index == 0 else [],
                     finish_reason=reason if index == len(groups) - 1 else None,
                     queued_s=0.5 if index == 0 else 0.0,
+                    num_cached=self.num_cached if index == 0 else 0,
                 )
             )
         return outputs

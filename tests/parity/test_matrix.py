@@ -56,6 +56,8 @@ def run(case: Case, root: Path, tmp_path: Path) -> None:
         # The engine tells its status when it falls silent.
         assert any(metric(server, "headrace:num_requests_running") == 0 for _ in range(500))
         assert (metric(server, "headrace:num_preemptions_total") > 0) == tight
+        if case.load > 1 and case.page_size < longest // 3:
+            assert metric(server, "headrace:prefix_cache_hits_total") > 0
 
 
 def kv_bytes(case: Case) -> int:

@@ -14,7 +14,7 @@ from tests.schedule.stages import Stages
 def config(**changes: int) -> SchedulerConfig:
     """Two stages and plenty of everything, but for the changes."""
     sizes = {"num_stages": 2, "max_running": 64, "chunk": 256, "page_size": 4, "num_pages": 4096, "max_len": 4096}
-    return SchedulerConfig(**{**sizes, **changes})
+    return SchedulerConfig(**{**sizes, **changes})  # type: ignore[arg-type]  # a flag is a number here
 
 
 @dataclass
@@ -26,6 +26,7 @@ class Collected:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    num_cached: int = 0
     num_events: int = 0
     aborted: bool = False
 
@@ -33,7 +34,9 @@ class Collected:
         assert self.finish_reason is None, "an event after the last"
         assert not self.aborted, "an event after the abort"
         assert not event.prompt_logprobs or not self.num_events, "prompt log-probabilities after the first event"
+        assert not event.num_cached or not self.num_events, "cached tokens after the first event"
         self.num_events += 1
+        self.num_cached += event.num_cached
         self.tokens += event.tokens
         self.logprobs += event.logprobs
         self.prompt_logprobs += event.prompt_logprobs
@@ -118,6 +121,10 @@ class Driver:
         if request.max_tokens is not None:
             limit = min(limit, len(prompt) + request.max_tokens)
         return expect(prompt, request.sampler, limit)
+
+    def expected_of(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        """What a request without a sampler's wishes would get."""
+        return expect(prompt, SamplerSpec(), len(prompt) + max_tokens).tokens
 
     def check(self) -> None:
         """All that were not aborted have got exactly what they must; nothing is held any more."""

@@ -87,8 +87,8 @@ class _Job:
         self.runs = generations(service, [(tokens, sampling)], body.n or 1)
 
     def usage(self) -> Usage:
-        """The prompt counts once, whatever `n` is."""
-        return usage_of(self.num_prompt, sum(run.num_tokens for run in self.runs))
+        """Of all choices."""
+        return usage_of(self.num_prompt, self.runs, len(self.runs))
 
     def logprobs(self, entries: list[Entry]) -> ChatLogprobs | None:
         """None where none were asked for."""

@@ -26,7 +26,8 @@ from headrace.api.shapes import (
     usage_of,
 )
 from headrace.api.stream import DONE, EventStream, answer, event
-from headrace.step import SamplingParams, TokenLogprobs
+from headrace.sampling import SamplingParams
+from headrace.step import TokenLogprobs
 from headrace.text.unicode import well_formed
 
 DEFAULT_MAX_TOKENS = 16
@@ -74,8 +75,8 @@ class _Job:
         return self.prompts[run // self.num_each]
 
     def usage(self) -> Usage:
-        """Prompts count once, whatever `n` is."""
-        return usage_of(sum(len(p.tokens) for p in self.prompts), sum(run.num_tokens for run in self.runs))
+        """Of all choices of all prompts."""
+        return usage_of(sum(len(p.tokens) for p in self.prompts), self.runs, self.num_each)
 
     def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
         """What the engine gives; nothing runs where nothing is computed."""

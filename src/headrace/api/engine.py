@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
-from headrace.step import EngineStatus, Output, SamplingParams
+from headrace.sampling import SamplingParams
+from headrace.step import EngineStatus, Output
 
 
 class Engine(Protocol):
@@ -26,6 +27,10 @@ class Engine(Protocol):
 
         Closing or cancelling the iterator early aborts the request. Raises Fault when the engine is lost.
         """
+        ...
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what is cached: requests after this find nothing from before. Raises Fault when the engine is lost."""
         ...
 
     async def start(self) -> None:

@@ -12,7 +12,8 @@ from typing import Literal
 from headrace.api.errors import ApiError
 from headrace.api.service import Service
 from headrace.errors import Fault
-from headrace.step import Output, SamplingParams, TokenLogprobs
+from headrace.sampling import SamplingParams
+from headrace.step import Output, TokenLogprobs
 from headrace.telemetry.metrics import RequestTimer
 from headrace.text.detokenizer import Detokenizer
 
@@ -57,6 +58,8 @@ class Generation:
         self.sampling = sampling
         self.num_tokens = 0
         """Tokens generated so far, up to the one that completed a stop string."""
+        self.num_cached = 0
+        """Prompt tokens that the engine had computed before."""
         self._detokenizer = detokenizer
         self._timer = timer
         self._pending: deque[Entry] = deque()
@@ -91,6 +94,7 @@ class Generation:
             raise _failure(output)
         delta = self._detokenizer.push(output.tokens)
         self.num_tokens += delta.num_tokens
+        self.num_cached += output.num_cached
         self._timer.output(delta.num_tokens, output.queued_s)
         # An entry for each token that was read; the rest lies behind a stop string.
         self._pending.extend(zip(output.logprobs, delta.offsets, strict=False))

@@ -12,7 +12,7 @@ from headrace.api.errors import ApiError, bad_value, context_overflow, unsupport
 from headrace.api.generation import Generation
 from headrace.api.schema import SamplingFields
 from headrace.api.service import Service
-from headrace.step import SamplingParams
+from headrace.sampling import SamplingParams
 from headrace.text.detokenizer import Detokenizer
 
 LONG_TEXT = 16_384

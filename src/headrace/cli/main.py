@@ -145,7 +145,7 @@ def _parameter(flag: Flag, positional: bool) -> inspect.Parameter:
         help=flag.help,
         metavar=flag.metavar,
         env_var=ENVIRONMENT.get(flag.field),
-        negative="",
+        negative=f"--no-{flag.name[2:]}" if flag.default is True else "",
         converter=_converter(flag),
         # The text of a list, and of a size, is one argument.
         n_tokens=1 if flag.parse else None,

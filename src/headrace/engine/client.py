@@ -13,6 +13,7 @@ import zmq
 
 from headrace.channel import join, join_url
 from headrace.errors import Fault
+from headrace.sampling import SamplingParams
 from headrace.step import (
     Abort,
     ClientMessage,
@@ -21,7 +22,7 @@ from headrace.step import (
     Hello,
     Output,
     Outputs,
-    SamplingParams,
+    ResetPrefixCache,
     Submit,
     pack,
 )
@@ -103,6 +104,12 @@ class EngineClient:
             del self._queues[request_id]
             if not finished and self._lost is None and self._socket is not None:
                 self._send(Abort([request_id]))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what is cached: requests after this find nothing from before. Raises Fault if the engine is lost."""
+        if self._lost is not None or self._socket is None:
+            raise Fault(self._lost or "not connected to the engine")
+        self._send(ResetPrefixCache())
 
     def _drain(self) -> None:
         """Take in all that is there.

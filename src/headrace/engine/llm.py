@@ -16,6 +16,7 @@ from headrace.channel import join, join_url
 from headrace.config import EngineConfig, HttpConfig, LayoutConfig, ModelConfig, RunConfig, ScheduleConfig, ServeConfig
 from headrace.errors import Fault, UserError
 from headrace.mesh import Mesh
+from headrace.sampling import SamplingParams
 from headrace.step import (
     Abort,
     EngineMessage,
@@ -23,7 +24,7 @@ from headrace.step import (
     FinishReason,
     Hello,
     Output,
-    SamplingParams,
+    ResetPrefixCache,
     Submit,
     TokenLogprobs,
     pack,
@@ -60,6 +61,8 @@ class Generation:
     """One entry a token, where asked for."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """All prompt positions but the first, where asked for."""
+    num_cached: int = 0
+    """Prompt tokens that were found in the prefix cache."""
 
 
 @dataclass
@@ -72,6 +75,7 @@ class _Pending:
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_cached: int = 0
 
 
 class LLM:
@@ -79,9 +83,9 @@ class LLM:
 
     model: as in `headrace serve`. Options are the fields of the configuration by their own names: `pp`, `tp`, `ep`,
     `split`, `device`, `dtype`, `max_len`, `seed`, `attention`, `graphs`, `weights`, `routing`, `max_running`, `chunk`,
-    `page_size`, `kv_memory`, `run_ahead`, `transport`, `timeout_s`, `edges`, `all_reduce`, `trace`. Raises UserError
-    for what cannot be, Fault when it fails; both in one line. A context manager; `close` leaves no process and no file
-    behind. Belongs to one thread.
+    `page_size`, `kv_memory`, `run_ahead`, `balance`, `prefix_cache`, `transport`, `timeout_s`, `edges`, `all_reduce`,
+    `trace`. Raises UserError for what cannot be, Fault when it fails; both in one line. A context manager; `close`
+    leaves no process and no file behind. Belongs to one thread.
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
@@ -158,6 +162,12 @@ class LLM:
         texts = [form.render(one, tools=tools, add_generation_prompt=True, **template) for one in conversations]
         # The template writes the special tokens itself.
         return self.generate([self.tokenizer.encode(text, add_special=False) for text in texts], sampling)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what is cached of the prompts and answers so far."""
+        if self._closed:
+            raise Fault("this LLM is closed")
+        self._socket.send(self._encode(ResetPrefixCache()))
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -266,6 +276,7 @@ class LLM:
         one.prompt_logprobs += output.prompt_logprobs
         one.ids += output.tokens
         one.logprobs += output.logprobs
+        one.num_cached += output.num_cached
         reason, stopped = output.finish_reason, False
         if one.detokenizer is not None:
             delta = one.detokenizer.push(output.tokens)
@@ -286,6 +297,7 @@ class LLM:
             one.tokens,
             None if wanted.logprobs is None else one.logprobs,
             None if wanted.prompt_logprobs is None else one.prompt_logprobs,
+            one.num_cached,
         )
 
     def _hear(self) -> list[Output]:

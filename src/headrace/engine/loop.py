@@ -19,11 +19,21 @@ from headrace.engine.requests import Intake, warm_up
 from headrace.errors import PeerLost, UserError
 from headrace.mesh import build_mesh
 from headrace.plan.reads import decode_balance
+from headrace.schedule import Scheduler, SchedulerConfig
 from headrace.schedule.balance import Balance, Level
 from headrace.schedule.request import Event
-from headrace.schedule.scheduler import Scheduler, SchedulerConfig
 from headrace.spec import ModelSpec
-from headrace.step import Abort, ClientMessage, EngineStatus, Hello, Output, Outputs, StepResult, Submit
+from headrace.step import (
+    Abort,
+    ClientMessage,
+    EngineStatus,
+    Hello,
+    Output,
+    Outputs,
+    ResetPrefixCache,
+    StepResult,
+    Submit,
+)
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +147,7 @@ class Engine:
                 num_pages=self._capacity.num_pages,
                 max_len=self._max_len,
                 run_ahead=schedule.run_ahead or 0,
+                prefix_cache=schedule.prefix_cache,
             ),
             self._balance(),
         )
@@ -184,6 +195,9 @@ class Engine:
                 self._send_status(client)
             elif isinstance(message, Submit):
                 self._submit(Origin(client, message.request_id), message)
+            elif isinstance(message, ResetPrefixCache):
+                if self._scheduler is not None:
+                    self._scheduler.reset_prefix_cache()
             else:
                 self._abort(client, message)
 
@@ -267,7 +281,6 @@ class Engine:
     def status(self) -> EngineStatus:
         """How things stand."""
         scheduler, capacity, layout = self._scheduler, self._capacity, self._config.layout
-        used, free = (scheduler.num_pages_used, scheduler.num_pages_free) if scheduler else (0, 0)
         stages = self._executor.stage_stats()
         if capacity is not None:
             stages = [
@@ -281,7 +294,10 @@ class Engine:
             num_waiting=scheduler.num_waiting if scheduler else 0,
             num_preemptions=scheduler.num_preemptions if scheduler else 0,
             kv_tokens=capacity.num_tokens if capacity else 0,
-            kv_usage=used / (used + free) if used + free else 0.0,
+            kv_usage=scheduler.num_pages_used / capacity.num_pages if scheduler and capacity else 0.0,
+            kv_cached=scheduler.num_pages_cached / capacity.num_pages if scheduler and capacity else 0.0,
+            prefix_queries=scheduler.num_prefix_queries if scheduler else 0,
+            prefix_hits=scheduler.num_prefix_hits if scheduler else 0,
             max_len=self._max_len,
             vocab_size=self._spec.vocab_size,
             load_s=self._load_s,
@@ -305,4 +321,5 @@ def _output(request_id: str, event: Event) -> Output:
         event.finish_reason,
         None,
         event.queued_s,
+        event.num_cached,
     )

@@ -7,9 +7,10 @@ import random
 import numpy as np
 
 from headrace.errors import UserError
+from headrace.sampling import SamplingParams
 from headrace.schedule.request import Request
 from headrace.spec import ModelSpec
-from headrace.step import SamplingParams, Submit, unpack
+from headrace.step import Submit, unpack
 
 WARM_UP = "warm-up"
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace.step import FinishReason, Register, SamplerSpec, SamplingParams, TokenLogprobs, pack
+from headrace.sampling import SamplingParams
+from headrace.step import FinishReason, Register, SamplerSpec, TokenLogprobs, pack
+
+if TYPE_CHECKING:
+    from headrace.schedule.prefix import Node
 
 TOKEN_BYTES = 4
 
@@ -65,6 +70,8 @@ class Event(msgspec.Struct, frozen=True, gc=False):
     """All prompt positions but the first, with the first token (or with the end, where there is none)."""
     queued_s: float = 0.0
     """From submission to the first plan, in the first event only."""
+    num_cached: int = 0
+    """Prompt tokens that were found in the prefix cache, in the first event only."""
 
 
 class Job:
@@ -76,9 +83,9 @@ class Job:
     """
 
     __slots__ = (
-        "capacity", "done", "generated", "id", "limit", "max_tokens", "min_tokens", "num_computed", "num_prompt",
-        "num_tokens", "num_uncommitted", "pages", "prompt_logprobs", "queued_s", "request", "sampled_in", "slot",
-        "stop_ids", "submitted_at",
+        "capacity", "done", "generated", "id", "is_new", "limit", "max_tokens", "min_tokens", "node", "num_cached",
+        "num_computed", "num_entered", "num_prompt", "num_tokens", "num_told", "num_uncommitted", "pages",
+        "prompt_logprobs", "queued_s", "request", "sampled_in", "slot", "stop_ids", "submitted_at",
     )  # fmt: skip
 
     def __init__(self, request: Request, limit: int, now: float) -> None:
@@ -99,6 +106,10 @@ class Job:
         """Rows in flight whose result changes the request: those that sample, and the last of one that never does."""
         self.prompt_logprobs: list[TokenLogprobs] | None = None if request.sampler.prompt_logprobs is None else []
         """Collected so far; None when not wanted or already delivered."""
+        self.is_new = True
+        """Not pre-empted yet: what it finds in the prefix cache is not its own."""
+        self.num_cached = 0
+        """Prompt tokens found there until then."""
         self.done = False
         self.vacate()
 
@@ -108,9 +119,28 @@ class Job:
         self.pages: list[int] = []
         self.capacity = 0
         """Positions its pages hold."""
+        self.num_told = 0
+        """Pages that the workers know of."""
+        self.node: Node | None = None
+        """Its place in the prefix cache."""
+        self.num_entered = 0
+        """Pages that are found there, or whose tokens are."""
         self.num_computed = 0
         self.sampled_in = -1
         """Plan of its last sampling row."""
+
+    @property
+    def num_known(self) -> int:
+        """Tokens whose values are known."""
+        return self.num_prompt + len(self.generated)
+
+    def page_tokens(self, index: int, size: int) -> bytes:
+        """The known tokens of its page `index`, packed."""
+        first, last = index * size, (index + 1) * size
+        tokens = self.request.tokens[first * TOKEN_BYTES : last * TOKEN_BYTES]
+        if last <= self.num_prompt:
+            return tokens
+        return tokens + pack(self.generated[max(0, first - self.num_prompt) : last - self.num_prompt])
 
     def register(self, slot: int) -> Register:
         """Begin a life on a slot, with every token known so far."""

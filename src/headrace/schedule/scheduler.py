@@ -3,41 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from dataclasses import dataclass
 from itertools import islice
 
 from headrace.errors import UserError
 from headrace.schedule.balance import Balance, Level, unequal_quota
+from headrace.schedule.config import SchedulerConfig
 from headrace.schedule.flight import Flight
-from headrace.schedule.pages import PagePool
 from headrace.schedule.policy import decode_quota, prompt_budget, share_budget
+from headrace.schedule.prefix import PrefixCache
 from headrace.schedule.request import Event, Job, Request
 from headrace.step import StepPlan, StepResult, unpack
 
 PROMPT_SHARE = 8
 """One in so many tokens of a plan is kept for prompts, where there are any."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulerConfig:
-    """The sizes that bound every plan."""
-
-    num_stages: int
-    max_running: int
-    """Requests admitted at once; slots are 0..max_running-1."""
-    chunk: int
-    """Most tokens of a plan."""
-    page_size: int
-    num_pages: int
-    max_len: int
-    """Longest request in tokens, prompt and output together."""
-    run_ahead: int = 0
-    """Plans issued at most beyond those that are live. 0: a decode row waits for the commit of the token before it."""
-    max_in_flight: int | None = None
-    """Plans issued and not committed at most; by default one a stage and `run_ahead` more."""
-    headroom: int = 32
-    """Tokens that each running request can grow by before an admission makes pages run out. Without any, an admitted
-    request is soon pre-empted again and most of what it computed is lost."""
 
 
 class Scheduler:
@@ -61,7 +39,8 @@ class Scheduler:
         self._balance = balance or Level()
         self._max_in_flight = config.max_in_flight or config.num_stages + config.run_ahead
         self._ways = min(config.num_stages, self._max_in_flight)
-        self._pool = PagePool(config.num_pages, config.page_size)
+        self._prefix = PrefixCache(config.num_pages, config.page_size, enabled=config.prefix_cache)
+        self._pool = self._prefix.pool
         self._slots = list(range(config.max_running - 1, -1, -1))
         self._freed: list[int] = []
         self._jobs: dict[str, Job] = {}
@@ -73,8 +52,14 @@ class Scheduler:
         self._next_plan_id = 0
         self._first_out = 0
         """The oldest plan that jobs are out with; all before it have returned."""
+        self._blocked: tuple[Job, int, int] | None = None
+        """Who was not admitted for want of pages; how many were too few, and how many prompts were not computed yet."""
         self.num_preemptions = 0
         """Lives cut short to give their pages to an older request, since start."""
+        self.num_prefix_queries = 0
+        """Prompt tokens looked up in the prefix cache, since start."""
+        self.num_prefix_hits = 0
+        """Those of them that were there."""
 
     # --- what others see ----------------------------------------------------------------------------------------------
 
@@ -100,13 +85,18 @@ class Scheduler:
 
     @property
     def num_pages_used(self) -> int:
-        """Pages that requests own."""
+        """Pages that requests hold, each counted once."""
         return self._pool.num_used
 
     @property
     def num_pages_free(self) -> int:
-        """Pages that nobody owns."""
+        """Pages that no request holds, those that are cached included."""
         return self._pool.num_free
+
+    @property
+    def num_pages_cached(self) -> int:
+        """Free pages that are kept for what they hold."""
+        return self._pool.num_kept
 
     # --- events -------------------------------------------------------------------------------------------------------
 
@@ -137,6 +127,11 @@ class Scheduler:
         self._waiting.pop(request_id, None)
         return True
 
+    def reset_prefix_cache(self) -> None:
+        """Forget what is cached. Pages in use stay with their owners, who share them with nobody new."""
+        self._prefix.reset(self._running)
+        self._blocked = None
+
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan, or None when nothing can or should be planned before another event."""
         if len(self._flights) >= self._max_in_flight:
@@ -165,7 +160,8 @@ class Scheduler:
             reason = job.take(token)
             logprobs = [result.logprobs[index]] if index in result.logprobs else []
             if len(job.generated) == 1:
-                event = Event(job.id, [token], reason, logprobs, job.deliver_prompt_logprobs(), job.queued_s)
+                prompt = job.deliver_prompt_logprobs()
+                event = Event(job.id, [token], reason, logprobs, prompt, job.queued_s, job.num_cached)
             else:
                 event = Event(job.id, [token], reason, logprobs)
             events.append(event)
@@ -173,7 +169,8 @@ class Scheduler:
                 self._finish(job)
         for job in flight.closing:
             if not job.done:
-                events.append(Event(job.id, [], "length", [], job.deliver_prompt_logprobs(), job.queued_s))
+                prompt = job.deliver_prompt_logprobs()
+                events.append(Event(job.id, [], "length", [], prompt, job.queued_s, job.num_cached))
                 self._finish(job)
         if flight.plan_id == self._first_out:
             self._return(flight)
@@ -183,20 +180,43 @@ class Scheduler:
     # --- making a plan ------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Let the oldest waiting requests in, as far as slots go and pages for all their tokens and one more."""
+        """Let the oldest waiting requests in, as far as slots go and pages for all their tokens and one more.
+
+        What of them is in the prefix cache they take at once: it counted as free, and may be shared.
+        """
         if not self._waiting:
             return
         room = self._pool.num_free - sum(self._pages_to_come(job) for job in self._prefilling)
         while self._waiting and len(self._running) < self.config.max_running:
             job = next(iter(self._waiting.values()))
-            room -= self._pages_to_come(job)
-            if room < self._pool.pages_for(self.config.headroom * len(self._running)):
-                return
             if job.num_uncommitted:  # pre-empted, and its tokens in flight are not known yet
                 return
+            needed = self._pool.pages_for(self.config.headroom * len(self._running))
+            if self._running and self._is_blocked(job, room - needed):
+                return
+            num_free = self._pool.num_free
+            num_cached = self._prefix.begin(job)
+            left = room - (num_free - self._pool.num_free) - self._pages_to_come(job)
+            if left < needed:
+                self._blocked = job, room - needed, len(self._prefilling)
+                self._prefix.release(job)
+                job.vacate()
+                return
+            room = left
+            if job.is_new:
+                job.num_cached = num_cached
             del self._waiting[job.id]
             self._running[job] = None
             self._prefilling[job] = None
+
+    def _is_blocked(self, job: Job, spare: int) -> bool:
+        """Whether nothing has changed for the better since the job was last not admitted: looking a long prompt up in
+        vain for every plan would cost more than the plan.
+        """
+        if self._blocked is None:
+            return False
+        blocked, most, num_prefilling = self._blocked
+        return job is blocked and spare <= most and len(self._prefilling) >= num_prefilling
 
     def _pages_to_come(self, job: Job) -> int:
         """Pages that a job still needs for its known tokens and the next."""
@@ -229,7 +249,7 @@ class Scheduler:
         return self._flights[plan_id - self._flights[0].plan_id]
 
     def _pick(self) -> tuple[int, list[tuple[Job, int]]]:
-        """Choose rows, as (job, count): first so many decode rows, then prompt chunks. Changes nothing."""
+        """Choose rows, as (job, count): first so many decode rows, then prompt chunks. Prompts take what is cached."""
         num_decoding, num_ready = len(self._running) - len(self._prefilling), len(self._ready)
         out = [flight.num_returning for flight in self._flights]
         targets = self._balance.sizes(num_decoding, self._ways) if num_ready else None
@@ -242,6 +262,8 @@ class Scheduler:
         num_decodes = min(num_decodes, self.config.chunk - kept)
         picked = [(job, 1) for job in islice(self._ready, num_decodes)]
         if self._prefilling:
+            for job in self._prefilling:
+                self._follow(job)
             remaining = [job.num_tokens - job.num_computed for job in self._prefilling]
             budget = prompt_budget(sum(remaining), self.config.chunk - num_decodes)
             counts = share_budget(budget, remaining)
@@ -263,20 +285,24 @@ class Scheduler:
         self._next_plan_id += 1
         free, self._freed = self._freed, []
         self._slots += free
-        for _ in range(num_decodes):
-            self._ready.popleft()
-        closed = []
-        for job, count in picked:
+        decodes = [self._ready.popleft() for _ in range(num_decodes)]
+        for job in decodes:
+            if job.num_computed == job.capacity:
+                self._grow(job, job.num_computed + 1, flight)
+        closed = flight.add_decodes(decodes)
+        for job, count in picked[num_decodes:]:
+            # Prompts before it in this plan may be alike: it goes on where they end. They hold what it takes, so the
+            # pages that were found to be free still are.
+            self._follow(job, only_held=True)
+            end = self._end_of(job, count)
             if job.slot < 0:
                 self._register(job, flight, now)
-            end = job.num_computed + count
-            if end > job.capacity:
-                flight.add_pages(job, self._pool.allocate(self._pool.pages_for(end) - len(job.pages)))
-                job.capacity = len(job.pages) * self._pool.page_size
-            if flight.add_row(job, count):
+            self._grow(job, end, flight)
+            if flight.add_row(job, end - job.num_computed):
                 closed.append(job)
-            elif self._prefilling and job.num_uncommitted:  # its last known token is planned
-                self._prefilling.pop(job, None)
+            self._prefix.enter(job)
+            if job.num_uncommitted:  # its last known token is planned
+                self._end_prompt(job)
         for job in closed:  # only now: nobody else in this plan may have their pages
             self._release(job)
         self._flights.append(flight)
@@ -288,6 +314,35 @@ class Scheduler:
         if job.queued_s < 0:
             job.queued_s = now - job.submitted_at
 
+    def _grow(self, job: Job, end: int, flight: Flight) -> None:
+        """Give the job pages up to position `end`, and tell the workers of all that it got."""
+        if end > job.capacity:
+            self._prefix.enter(job)  # by now the last tokens of its last page are known, but for those that ran ahead
+            job.pages += self._pool.allocate(self._pool.pages_for(end) - len(job.pages))
+            job.capacity = len(job.pages) * self._pool.page_size
+        flight.tell_pages(job)
+
+    def _end_of(self, job: Job, count: int) -> int:
+        """Where a prompt's row of up to `count` tokens ends: with a page, so that others can take all of it."""
+        end = job.num_computed + count
+        if end >= job.num_tokens:
+            return job.num_tokens
+        whole = end // self._pool.page_size * self._pool.page_size
+        return whole if whole > job.num_computed and self.config.prefix_cache else end
+
+    def _follow(self, job: Job, *, only_held: bool = False) -> None:
+        """Let a prompt take what the prefix cache holds of it."""
+        num_cached = self._prefix.follow(job, only_held=only_held)
+        if job.is_new:
+            job.num_cached += num_cached
+
+    def _end_prompt(self, job: Job) -> None:
+        """The whole of a prompt is planned."""
+        del self._prefilling[job]
+        if job.is_new and self.config.prefix_cache and job.request.sampler.prompt_logprobs is None:
+            self.num_prefix_queries += job.num_prompt
+            self.num_prefix_hits += job.num_cached
+
     # --- leaving ------------------------------------------------------------------------------------------------------
 
     def _preempt(self, job: Job) -> None:
@@ -296,7 +351,9 @@ class Scheduler:
         Its pages are free at once, as after an abort. Tokens of it in flight are not lost: their commits reach the
         waiting job, which is admitted no earlier.
         """
-        self.num_preemptions += job.slot >= 0
+        if job.slot >= 0:
+            self.num_preemptions += 1
+            job.is_new = False
         self._withdraw(job)
         self._waiting[job.id] = job
         self._waiting.move_to_end(job.id, last=False)
@@ -321,7 +378,7 @@ class Scheduler:
         """Take slot and pages from a job that is in no queue but the running ones."""
         del self._running[job]
         self._prefilling.pop(job, None)
-        self._pool.free(job.pages)
+        self._prefix.release(job)
         if job.slot >= 0:
             self._freed.append(job.slot)
         job.vacate()

@@ -13,12 +13,18 @@ from headrace.bench.config import BenchConfig
 from headrace.cli.flags import flags_of
 from headrace.config import ServeConfig
 from headrace.plan.config import SimulateConfig
+from headrace.probe.config import ProbeConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROW = re.compile(r"^\| `(--[\w-]+)[^|]*` \| ([^|]+) \|", re.MULTILINE)
 
 
-PAGES = [("serve.md", ServeConfig), ("bench.md", BenchConfig), ("simulate.md", SimulateConfig)]
+PAGES = [
+    ("serve.md", ServeConfig),
+    ("bench.md", BenchConfig),
+    ("simulate.md", SimulateConfig),
+    ("probe.md", ProbeConfig),
+]
 BY_PLACE = {("serve.md", "model"), ("simulate.md", "model")}
 
 

@@ -11,6 +11,7 @@ from headrace.bench.config import BenchConfig
 from headrace.cli.flags import build, flags_of
 from headrace.config import ServeConfig
 from headrace.errors import UserError
+from headrace.probe.config import ProbeConfig
 
 SERVE = """
 --model        str | None                              None
@@ -59,6 +60,12 @@ BENCH = """
 --json         bool                                    False
 """
 
+PROBE = """
+--out          str | None                              None
+--path         str                                     '.'
+--quick        bool                                    False
+"""
+
 
 def table(config: type[Any]) -> list[tuple[str, str, str]]:
     """Name, type and default of every flag."""
@@ -91,7 +98,11 @@ def test_the_flags_of_bench() -> None:
     assert table(BenchConfig) == frozen(BENCH)
 
 
-@pytest.mark.parametrize("config", [ServeConfig, BenchConfig])
+def test_the_flags_of_probe() -> None:
+    assert table(ProbeConfig) == frozen(PROBE)
+
+
+@pytest.mark.parametrize("config", [ServeConfig, BenchConfig, ProbeConfig])
 def test_every_flag_says_what_it_is(config: type[Any]) -> None:
     assert [flag.name for flag in flags_of(config) if not flag.help] == []
 

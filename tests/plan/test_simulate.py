@@ -129,7 +129,7 @@ def test_many_stages_on_many_hosts(capsys: pytest.CaptureFixture[str], tmp_path:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((K2,), "--gpu: needs a value"),
+        ((K2,), "--gpu and --hardware: give one of them"),
         ((K2, "--gpu", "rtx-pro6000"), "--gpu rtx-pro6000: no such GPU; nearest: rtx-pro-6000"),
         ((K2, "--gpu", "h200", "--links", "nvlink"), "--links nvlink: no such link; nearest: nvlink"),
         ((K2, "--gpu", "h200", "--pp", "62"), "--pp 62: the model has only 61 layers"),

@@ -107,6 +107,18 @@ def _simulate_config() -> type[Any]:
     return SimulateConfig
 
 
+def _probe(config: Any) -> int:
+    from headrace.probe.run import probe
+
+    return probe(config)
+
+
+def _probe_config() -> type[Any]:
+    from headrace.probe.config import ProbeConfig
+
+    return ProbeConfig
+
+
 COMMANDS = {
     "serve": Command(
         lambda: ServeConfig,
@@ -122,6 +134,11 @@ COMMANDS = {
         _simulate,
         "Serve requests in virtual time on hardware that need not be there: throughput, latencies, idle stages.",
         ("model",),
+    ),
+    "probe": Command(
+        _probe_config,
+        _probe,
+        "Measure this machine: memory, products, links between GPUs, disk. What is wrong is said, the rest is a file.",
     ),
 }
 

@@ -168,7 +168,17 @@ def build_machine(
 @lru_cache(maxsize=1)
 def catalogue() -> Catalogue:
     """The catalogue that comes with the package."""
-    return read_catalogue(resources.files("headrace.plan").joinpath("catalogue.toml").read_text(encoding="utf-8"))
+    return read_catalogue(_catalogue_text())
+
+
+def assumed_gpu() -> Gpu:
+    """What is assumed of a GPU that nobody has measured: shares and launches; the rest is nothing."""
+    nothing = {"name": "", "memory_gib": 0, "memory_gb_s": 0, "bf16_tflops": 0, "cache_mib": 0, "link": ""}
+    return _gpu("", {**nothing, **tomllib.loads(_catalogue_text())["assumed"]})
+
+
+def _catalogue_text() -> str:
+    return resources.files("headrace.plan").joinpath("catalogue.toml").read_text(encoding="utf-8")
 
 
 def read_catalogue(text: str) -> Catalogue:
@@ -186,10 +196,10 @@ def _gpu(slug: str, entry: Mapping[str, Any]) -> Gpu:
     return Gpu(
         slug=slug,
         name=entry["name"],
-        memory_bytes=int(entry["memory_gib"] * GIB),
+        memory_bytes=int(float(entry["memory_gib"]) * GIB),
         bandwidth=entry["memory_gb_s"] * 1e9,
         bf16_flops=entry["bf16_tflops"] * 1e12,
-        cache_bytes=int(entry["cache_mib"] * MIB),
+        cache_bytes=int(float(entry["cache_mib"]) * MIB),
         launch_s=entry["launch_us"] * 1e-6,
         link=entry["link"],
         source=entry["source"],

@@ -9,11 +9,12 @@ from pathlib import Path
 from headrace.errors import UserError
 from headrace.mesh import Mesh, build_mesh
 from headrace.plan.arrivals import Arrivals, Ask, Closed, Open, random_times, read_asks
-from headrace.plan.config import SimulateConfig, WorkloadConfig
+from headrace.plan.config import MachineConfig, SimulateConfig, WorkloadConfig
 from headrace.plan.cost import Roofline
 from headrace.plan.experts import Routing, Skewed, Uniform
 from headrace.plan.figures import Figures, Setup, figures, to_json, to_text
 from headrace.plan.hardware import Machine, build_machine, catalogue
+from headrace.plan.hardware_file import read_hardware
 from headrace.plan.load import Load
 from headrace.plan.memory import kv_layer_bytes, kv_tokens, weight_bytes
 from headrace.plan.reads import decode_balance
@@ -41,14 +42,7 @@ def run_simulation(config: SimulateConfig) -> tuple[Setup, Figures]:
     asks = _asks(config.workload)
     routing = Uniform() if config.workload.routing == "uniform" else Skewed()
     mesh = build_mesh(config.layout, spec)
-    machine = build_machine(
-        catalogue(),
-        config.machine.gpu,
-        mesh.num_ranks,
-        links=config.machine.links,
-        num_hosts=config.machine.hosts,
-        network=config.machine.network,
-    )
+    machine = machine_of(config.machine, mesh.num_ranks)
     if config.layout.split is None:
         mesh = _fastest(config, spec, mesh, machine, routing, asks)
     stage_tokens = _kv_tokens(config, spec, mesh, machine)
@@ -61,14 +55,14 @@ def run_simulation(config: SimulateConfig) -> tuple[Setup, Figures]:
     engine.run(_arrivals(config.workload, asks))
     if config.trace is not None:
         try:
-            write_trace(Path(config.trace), engine.pipeline.spans, f"{name} {mesh.name} on {config.machine.gpu}")
+            write_trace(Path(config.trace), engine.pipeline.spans, f"{name} {mesh.name} on {machine.gpus[0].slug}")
         except OSError as error:
             raise UserError(f"--trace {config.trace}: cannot be written: {error.strerror or error}") from None
     setup = Setup(
         model=name,
         layout=mesh.name,
         split=mesh.split,
-        gpu=machine.gpus[0].slug,
+        gpu=" and ".join(dict.fromkeys(gpu.slug for gpu in machine.gpus)),
         num_gpus=mesh.num_ranks,
         links=machine.link.slug if machine.link else "none",
         hosts=machine.num_hosts,
@@ -78,6 +72,17 @@ def run_simulation(config: SimulateConfig) -> tuple[Setup, Figures]:
         stage_kv_tokens=stage_tokens,
     )
     return setup, figures(engine, closed=config.workload.kind == "closed")
+
+
+def machine_of(config: MachineConfig, num_ranks: int) -> Machine:
+    """What so many ranks run on, by name or as measured. Raises UserError."""
+    if config.hardware is not None:
+        measured = read_hardware(Path(config.hardware))
+        return measured.machine(num_ranks, links=config.links, num_hosts=config.hosts, network=config.network)
+    assert config.gpu is not None
+    return build_machine(
+        catalogue(), config.gpu, num_ranks, links=config.links, num_hosts=config.hosts, network=config.network
+    )
 
 
 def _say(line: str) -> None:

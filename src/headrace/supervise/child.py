@@ -53,7 +53,14 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     fields: dict[str, Any] = {}
 
 
-Report = Progress | Ready | Ended | Failed
+class Measured(msgspec.Struct, frozen=True, tag="measured"):
+    """Child to `headrace probe`: a value, as soon as it is known; `fields` as the measurement's module says."""
+
+    who: str
+    fields: dict[str, Any] = {}
+
+
+Report = Progress | Ready | Ended | Measured | Failed
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)

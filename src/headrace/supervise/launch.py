@@ -52,20 +52,20 @@ def engine_commands(
     place = ("--dir", str(directory))
     join = join_url(directory, transport, "workers")
     commands = [
-        Command(who="engine", argv=(*_python("headrace.engine"), *place), env=shared | _threads(1), stop_order=1),
+        Command(who="engine", argv=(*python_module("headrace.engine"), *place), env=shared | _threads(1), stop_order=1),
     ]
-    threads = _threads(max(1, num_cores() // mesh.num_ranks)) | _yielding() | _queues()
+    ranks_env = shared | rank_environment(mesh.num_ranks)
     commands += [
         Command(
             who=worker_name(mesh, rank),
-            argv=(*_python("headrace.worker"), "--join", join, "--rank", str(rank), *place),
-            env=shared | threads,
+            argv=(*python_module("headrace.worker"), "--join", join, "--rank", str(rank), *place),
+            env=ranks_env,
             stop_order=2,
         )
         for rank in range(mesh.num_ranks)
     ]
     if http:
-        commands.append(Command(who="http", argv=(*_python("headrace.api"), *place), env=shared | _threads(1)))
+        commands.append(Command(who="http", argv=(*python_module("headrace.api"), *place), env=shared | _threads(1)))
     return commands
 
 
@@ -83,6 +83,17 @@ def _cpu_quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> int | None:
         return None if limit == "max" else max(1, int(limit) // int(period))
     except (OSError, ValueError):
         return None
+
+
+def python_module(module: str) -> tuple[str, ...]:
+    """The command that runs a module as this interpreter would."""
+    # -P: a file of the current folder must not stand in for a library.
+    return (sys.executable, "-P", "-m", module)
+
+
+def rank_environment(num_ranks: int) -> dict[str, str]:
+    """What a process that computes runs under, where so many do: nothing that the environment says already."""
+    return _threads(max(1, num_cores() // num_ranks)) | _yielding() | _queues()
 
 
 def _threads(count: int) -> dict[str, str]:
@@ -107,8 +118,3 @@ def _queues() -> dict[str, str]:
     """
     wanted = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_GRAPH_REGISTER": "0"}
     return {name: value for name, value in wanted.items() if name not in os.environ}
-
-
-def _python(module: str) -> tuple[str, ...]:
-    # -P: a file of the current folder must not stand in for a library.
-    return (sys.executable, "-P", "-m", module)

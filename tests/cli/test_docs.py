@@ -11,12 +11,16 @@ import pytest
 from headrace.bench.config import BenchConfig
 from headrace.cli.flags import flags_of
 from headrace.config import ServeConfig
+from headrace.service.config import ServiceConfig
+from headrace.wait.config import WaitConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROW = re.compile(r"^\| `(--[\w-]+)[^|]*` \| ([^|]+) \|", re.MULTILINE)
 
 
-@pytest.mark.parametrize(("page", "config"), [("serve.md", ServeConfig), ("bench.md", BenchConfig)])
+@pytest.mark.parametrize(
+    ("page", "config"), [("serve.md", ServeConfig), ("bench.md", BenchConfig), ("wait.md", WaitConfig)]
+)
 def test_every_flag_is_on_its_page(page: str, config: type[Any]) -> None:
     rows = dict(ROW.findall((DOCS / page).read_text()))
     flags = {flag.name: flag for flag in flags_of(config) if (page, flag.field) != ("serve.md", "model")}
@@ -25,3 +29,9 @@ def test_every_flag_is_on_its_page(page: str, config: type[Any]) -> None:
         if flag.default is not None and flag.default is not False:
             shown = flag.show_default(flag.default)
             assert rows[name].strip("`") in (shown, str(shown).removesuffix(".0")), name
+
+
+def test_the_page_of_services_has_the_flags_that_serve_has_not() -> None:
+    rows = dict(ROW.findall((DOCS / "service.md").read_text()))
+    shared = {flag.name for flag in flags_of(ServeConfig)}
+    assert rows.keys() == {flag.name for flag in flags_of(ServiceConfig)} - shared - {"--action", "--name"}

@@ -64,13 +64,14 @@ class HttpSide:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # Certificates take their time to load, and http needs none.
         self._verify = url.startswith("https:")
-        self._client = self._open(httpx.Timeout(LOOK_TIMEOUT_S))
         self._probe: _Probe | None = None
 
     def look(self) -> Sight:
         """Ask for the models, and see what has become of the completion."""
         try:
-            response = self._client.get(f"{self.url}/v1/models")
+            # A connection for each look: whether one can be made is part of what is looked at.
+            with self._open(httpx.Timeout(LOOK_TIMEOUT_S)) as client:
+                response = client.get(f"{self.url}/v1/models")
         except httpx.HTTPError as error:
             self._forget()
             return self._no_answer(error)

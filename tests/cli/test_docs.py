@@ -14,6 +14,8 @@ from headrace.cli.flags import flags_of
 from headrace.config import ServeConfig
 from headrace.plan.config import SimulateConfig
 from headrace.probe.config import ProbeConfig
+from headrace.service.config import ServiceConfig
+from headrace.wait.config import WaitConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROW = re.compile(r"^\| `(--[\w-]+)[^|]*` \| ([^|]+) \|", re.MULTILINE)
@@ -24,6 +26,7 @@ PAGES = [
     ("bench.md", BenchConfig),
     ("simulate.md", SimulateConfig),
     ("probe.md", ProbeConfig),
+    ("wait.md", WaitConfig),
 ]
 BY_PLACE = {("serve.md", "model"), ("simulate.md", "model")}
 
@@ -37,3 +40,9 @@ def test_every_flag_is_on_its_page(page: str, config: type[Any]) -> None:
         if flag.default not in (None, False, MISSING):
             shown = flag.show_default(flag.default)
             assert rows[name].strip("`") in (shown, str(shown).removesuffix(".0")), name
+
+
+def test_the_page_of_services_has_the_flags_that_serve_has_not() -> None:
+    rows = dict(ROW.findall((DOCS / "service.md").read_text()))
+    shared = {flag.name for flag in flags_of(ServeConfig)}
+    assert rows.keys() == {flag.name for flag in flags_of(ServiceConfig)} - shared - {"--action", "--name"}

@@ -16,6 +16,8 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
+from headrace.wait.config import WaitConfig
+from headrace.wait.run import wait
 from tests.telemetry.trace_format import read, slices, track_names
 from tests.tiny import write_tiny
 
@@ -80,7 +82,9 @@ def stream(client: httpx.Client, url: str) -> Any:
     return client.stream("POST", f"{url}/v1/completions", json=body)
 
 
-def test_two_services_live_and_end_each_in_its_way(start: Start, tmp_path: Path) -> None:
+def test_two_services_live_and_end_each_in_its_way(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     traces = [tmp_path / "first.json", tmp_path / "second.json"]
     first, second = (start("--pp", "2", "--trace", str(trace)) for trace in traces)
     killed, stopped = first.ready(), second.ready()
@@ -89,6 +93,9 @@ def test_two_services_live_and_end_each_in_its_way(start: Start, tmp_path: Path)
     assert first.children.keys() == {"engine", "worker0", "worker1", "api"}
     with httpx.Client(timeout=60, trust_env=False) as client:
         assert client.get(f"{killed['url']}/ready").status_code == 200
+        waiting = WaitConfig(url=killed["url"], pid=first.process.pid, every_s=0.1, json=True)
+        assert wait(waiting) == 0
+        assert json.loads(capsys.readouterr().out)["outcome"] == "ready"
 
         with stream(client, killed["url"]) as answer:
             lines = answer.iter_lines()
@@ -98,6 +105,7 @@ def test_two_services_live_and_end_each_in_its_way(start: Start, tmp_path: Path)
         assert '"error"' in rest[-1]
         code, out, err = first.end()
         assert (code, out) == (1, "")
+        assert wait(waiting) == 3
         assert err[-1] == "headrace serve: worker rank 1 (stage 1): killed by signal 9 (SIGKILL)"
         assert [line for line in err if line.startswith("headrace serve:")] == err[-1:]
         assert re.fullmatch(rf"trace of \d+ steps in {traces[0]}: .*", err[-2])

@@ -39,6 +39,11 @@ class TensorHeader(msgspec.Struct, frozen=True, gc=False):
     """Of its first byte, from the start of the file."""
     num_bytes: int
 
+    @property
+    def num_values(self) -> int:
+        """The product of its dims."""
+        return math.prod(self.shape)
+
 
 @dataclass(frozen=True)
 class Headers:

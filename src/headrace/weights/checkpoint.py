@@ -76,7 +76,7 @@ def load(
     Raises CheckpointError listing the tensors at fault, or naming the first that holds a scale that is not finite.
     """
     check_slots(checkpoint, slots)
-    blocks = plan_reads(_wants(checkpoint, slots))
+    blocks = planned(checkpoint, slots)
     total = sum(piece.num_bytes for block in blocks for piece in block.pieces)
     device = _device_of(slots)
     filler = Filler(
@@ -110,6 +110,11 @@ def load(
     finally:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the last copies are still under way, and the buffers go now
+
+
+def planned(checkpoint: Checkpoint, slots: Mapping[str, Sequence[Slot]]) -> list[Block]:
+    """The reads that fill these slots, which `check_slots` has passed, in order."""
+    return plan_reads(_wants(checkpoint, slots))
 
 
 def _tell(block: Block, pending: Counter[str], filler: Filler, finished: Finished) -> None:

@@ -73,7 +73,7 @@ class Filler:
     def _place(self, piece: Piece) -> torch.Tensor | None:
         """The piece's final place as bytes, if it can be read straight into it: whole rows, as stored, for one slot."""
         slots = self._slots[piece.name]
-        if len(slots) > 1 or self._device.type != "cpu":
+        if len(slots) > 1 or not stays_on_host(self._device):
             return None
         slot, codec = slots[0], self._codec(piece.name)
         wanted = rows_of(slot)
@@ -113,6 +113,11 @@ class Filler:
             values = codec.decode(raw[at : at + (stop - start) * codec.row_bytes], stop - start)
             for slot in self._slots[piece.name]:
                 _copy_rows(slot, values, range(start, stop))
+
+
+def stays_on_host(device: torch.device) -> bool:
+    """Whether a read can fill that device's memory."""
+    return device.type == "cpu"
 
 
 def rows_of(slot: Slot) -> range:

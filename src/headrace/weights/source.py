@@ -42,6 +42,13 @@ def resolve(model: str | None, *, say: Callable[[str], None]) -> ModelSource:
     if model is None:
         return ModelSource("gguf", _embedded_file(), EMBEDDED_NAME)
     path = Path(model).expanduser()
+    try:
+        return _found(path, model, say)
+    except PermissionError as error:
+        raise UserError(f"MODEL {model}: {error.filename}: {error.strerror}") from None
+
+
+def _found(path: Path, model: str, say: Callable[[str], None]) -> ModelSource:
     if path.is_dir():
         return _folder(path, model)
     if path.is_file():

@@ -87,7 +87,7 @@ def show(record: dict[str, Any]) -> None:
     """One line of the table."""
     if record["kind"] == "index":
         print(
-            f"{record['tensors']:,} tensors in an index: opened in {record['seconds']:.2f} s, {record['cpu_s']:.2f} s of CPU",
+            f"{record['tensors']:,} tensors in an index: {record['seconds']:.2f} s, {record['cpu_s']:.2f} s of CPU",
             flush=True,
         )
         return

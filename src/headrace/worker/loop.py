@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,10 +29,13 @@ from headrace.step import (
     WorkerMessage,
     WorkerStats,
 )
+from headrace.worker.load_log import LoadLog
 from headrace.worker.prepare import kv_memory, prepare
 from headrace.worker.profile import Profile
 from headrace.worker.runner import Runner
 from headrace.worker.stage import bring_up
+
+log = logging.getLogger(__name__)
 
 STATS_PERIOD_S = 0.5
 IDLE_MS = 1000
@@ -63,6 +68,8 @@ class Worker:
         self._stopped = False
         self._next_stats_s = 0.0
         self._next_progress_s = 0.0
+        # On a terminal the supervisor has one line for all ranks, which must stay whole.
+        self._load_log = LoadLog(log.debug if sys.stderr.isatty() else log.info)
         self._told: WorkerStats | None = None
 
     def stop(self) -> None:
@@ -138,6 +145,7 @@ class Worker:
         self._socket.send(self._encode(message))
 
     def _progress(self, done: int, total: int) -> None:
+        self._load_log.progress(done, total)
         now = time.monotonic()
         if done >= total or now >= self._next_progress_s:
             self._next_progress_s = now + PROGRESS_PERIOD_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from headrace.spec import ModelSpec
 from headrace.supervise.devices import gpu_of, ranks_per_gpu
 from headrace.weights.checkpoint import Checkpoint, load
 from headrace.weights.fill import fill_random
-from headrace.weights.rules import bind
+from headrace.weights.rules import bind, layer_of
 from headrace.weights.source import read_spec, resolve
 from headrace.worker.cache import page_bytes
 from headrace.worker.comm import Comm, Devices, connect
@@ -86,12 +87,11 @@ def bring_up(config: EngineConfig, rank: int, store: str, progress: Callable[[in
         reserve=comm.held_multiprocessors,
     )
     model = build_model(build)
+    loaded_bytes = weight_bytes(model)
     if config.model.weights == "random":
         fill_random(model, rules_of(spec), spec, config.model.seed, progress)
     else:
-        checkpoint = Checkpoint(source, spec)
-        load(checkpoint, bind(model, rules_of(spec), spec, checkpoint.tensors), progress)
-    loaded_bytes = weight_bytes(model)
+        load_model(model, Checkpoint(source, spec), progress)
     model.finalise()
     stage = mesh.stage_of(rank)
     return Stage(
@@ -108,6 +108,23 @@ def bring_up(config: EngineConfig, rank: int, store: str, progress: Callable[[in
         page_bytes=page_bytes(spec, mesh, stage, config.schedule.page_size, config.model.dtype),
         load_s=time.monotonic() - started,
     )
+
+
+def load_model(model: Decoder, checkpoint: Checkpoint, progress: Callable[[int, int], None] | None = None) -> None:
+    """Fill a rank's modules, and finalise each layer when its last tensor is there: repacking overlaps reading.
+
+    What is in no layer is left to `model.finalise`. Raises CheckpointError.
+    """
+    slots = bind(model, rules_of(checkpoint.spec), checkpoint.spec, checkpoint.tensors)
+    pending = Counter(layer_of(name) for name in slots)
+
+    def finished(name: str) -> None:
+        layer = layer_of(name)
+        pending[layer] -= 1
+        if layer is not None and not pending[layer]:
+            model.finalise_layer(layer)
+
+    load(checkpoint, slots, progress, finished)
 
 
 def weight_bytes(model: nn.Module) -> int:

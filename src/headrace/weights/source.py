@@ -68,8 +68,10 @@ def find_spec(model: str, *, say: Callable[[str], None]) -> tuple[str, ModelSpec
         path = _absolute(path)
         return path.parent.name or path.stem, spec_from_config(_read_json(path))
     if not path.exists() and path.suffix.lower() != ".gguf" and _HUB_ID.fullmatch(model):
+        from headrace.weights.hub import fetch
+
         say(f"looking for the config of {model} on the hub and in its cache")
-        folder = _snapshot(model, ("config.json",))
+        folder = fetch(model, ("config.json",))
         if not (folder / "config.json").is_file():
             raise UserError(f"MODEL {model}: on the hub it holds no config.json")
         return model, spec_from_config(_read_json(folder / "config.json"))

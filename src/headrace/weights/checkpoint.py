@@ -23,8 +23,8 @@ Progress = Callable[[int, int], None]
 Finished = Callable[[str], None]
 """Told a tensor's name once all of it that is wanted is in place."""
 
-_MIN_READERS, _MAX_READERS = 2, 4
-"""Blocks in flight: one leaves a drive idle while its bytes are copied, four keep it busy."""
+_MAX_READERS = 4
+"""Blocks in flight at most: enough to keep a drive busy, also where a rank has one thread to compute with."""
 
 
 class Checkpoint:
@@ -89,10 +89,7 @@ def load(
         # GGUF's types are decoded by the processor, and cross decoded; everything else crosses as it is stored.
         decoded_by_host=checkpoint.source.kind == "gguf",
     )
-    # On a processor the threads that this rank may compute with bound those that read and convert; where a GPU
-    # converts, its rank has one thread to compute with and the drive still wants several readers.
-    threads = max(_MIN_READERS, torch.get_num_threads()) if device.type == "cpu" else _MAX_READERS
-    readers = max(1, min(_MAX_READERS, threads, len(blocks)))
+    readers = max(1, min(_MAX_READERS, len(blocks)))
     pending = Counter(piece.name for block in blocks for piece in block.pieces)
     done = 0
     if finished is not None:

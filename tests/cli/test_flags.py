@@ -32,6 +32,8 @@ SERVE = """
 --kv-memory    int | None                              None
 --run-ahead    int | None                              None
 --prefix-cache bool                                    True
+--policy       Literal['fcfs', 'priority']             'fcfs'
+--max-waiting  int | None                              None
 --transport    Literal['ipc', 'tcp']                   'ipc'
 --timeout      float                                   60.0
 --edges        Literal['auto', 'nccl']                 'auto'

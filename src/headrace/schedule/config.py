@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from headrace.schedule.order import FirstComeFirstServed, Policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,3 +29,7 @@ class SchedulerConfig:
     request is soon pre-empted again and most of what it computed is lost."""
     prefix_cache: bool = True
     """Whether pages are found again by what they hold."""
+    policy: Policy = field(default_factory=FirstComeFirstServed)
+    """Who is admitted first and gives way last."""
+    max_waiting: int | None = None
+    """Requests that may wait; more are refused."""

@@ -14,6 +14,7 @@ import zmq
 
 from headrace.channel import Listener
 from headrace.config import EngineConfig
+from headrace.engine.cost import cost_curve
 from headrace.engine.executor import Capacity, Executor
 from headrace.engine.requests import Intake, warm_up
 from headrace.errors import PeerLost, QueueFull, UserError
@@ -145,6 +146,7 @@ class Engine:
                 max_len=self._max_len,
                 run_ahead=schedule.run_ahead or 0,
                 prefix_cache=schedule.prefix_cache,
+                curve=cost_curve(self._spec, "cuda" if self._config.model.device == "cuda" else "cpu", schedule.chunk),
                 policy=POLICIES[schedule.policy],
                 max_waiting=schedule.max_waiting,
             )

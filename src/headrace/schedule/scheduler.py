@@ -9,7 +9,7 @@ from headrace.errors import QueueFull, UserError
 from headrace.schedule.config import SchedulerConfig
 from headrace.schedule.flight import Flight
 from headrace.schedule.order import Queue, rank_of
-from headrace.schedule.policy import decode_quota, prompt_budget, share_budget
+from headrace.schedule.policy import decode_quota, prompt_counts
 from headrace.schedule.prefix import PrefixCache
 from headrace.schedule.request import Event, Job, Request
 from headrace.step import StepPlan, StepResult, unpack
@@ -261,9 +261,9 @@ class Scheduler:
         if self._prefilling:
             for job in self._prefilling:
                 self._follow(job)
-            remaining = [job.num_tokens - job.num_computed for job in self._prefilling]
-            budget = prompt_budget(sum(remaining), self.config.chunk - num_decodes)
-            counts = share_budget(budget, remaining)
+            prompts = [(job.num_computed, job.num_tokens - job.num_computed) for job in self._prefilling]
+            num_beside = -(-(len(self._running) - len(self._prefilling)) // self._ways)
+            counts = prompt_counts(prompts, self.config.chunk - num_decodes, num_beside, self.config.curve)
             picked += [(job, count) for job, count in zip(self._prefilling, counts, strict=True) if count]
         return num_decodes, picked
 

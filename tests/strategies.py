@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from headrace.schedule import SchedulerConfig
+from headrace.schedule.order import POLICIES
 from headrace.step import SamplerSpec
 from tests.fakes.executor import VOCAB_SIZE
 
@@ -29,6 +30,8 @@ def scheduler_configs(draw: st.DrawFn) -> SchedulerConfig:
         max_in_flight=draw(st.sampled_from([None, None, 1, 2])),
         headroom=draw(st.sampled_from([0, 0, 4, 32])),
         prefix_cache=draw(st.sampled_from([True, True, True, False])),
+        policy=draw(st.sampled_from(list(POLICIES.values()))),
+        max_waiting=draw(st.sampled_from([None, None, None, 0, 2])),
     )
 
 

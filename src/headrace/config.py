@@ -10,6 +10,7 @@ from headrace.errors import UserError
 DeviceName = Literal["auto", "cpu", "cuda"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
 AttentionName = Literal["auto", "torch", "triton"]
+PolicyName = Literal["fcfs", "priority"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,10 @@ class ScheduleConfig:
     """Decode rows of each microbatch; level is the same for all, auto lets them differ where stages' bytes say so."""
     prefix_cache: bool = True
     """Whether a prompt takes over KV pages that hold what it begins with, whoever computed them."""
+    policy: PolicyName = "fcfs"
+    """Who goes first and gives way last: who came first, or whose priority is lowest, among equals who came first."""
+    max_waiting: int | None = None
+    """Most requests that wait for a place; what comes beyond them is refused. By default any number waits."""
 
     def __post_init__(self) -> None:
         for flag, value in (
@@ -96,6 +101,8 @@ class ScheduleConfig:
         ):
             if value is not None and value < 1:
                 raise UserError(f"{flag} {value}: must be at least 1")
+        if self.max_waiting is not None and self.max_waiting < 0:
+            raise UserError(f"--max-waiting {self.max_waiting}: must be at least 0")
         if self.run_ahead is not None and not 0 <= self.run_ahead <= 16:
             raise UserError(f"--run-ahead {self.run_ahead}: must be between 0 and 16")
 

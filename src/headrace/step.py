@@ -43,6 +43,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     tokens: bytes
     """Prompt, packed int32, at least one token."""
     sampling: SamplingParams
+    priority: int = 0
+    """Lower goes first, where the engine's policy is priority."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -87,6 +89,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """Time from submission to the first step, in the first output only."""
     num_cached: int = 0
     """Prompt tokens that were found in the prefix cache, in the first output only."""
+    refused: bool = False
+    """With an error: as many requests wait as may, so this one was not taken."""
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,6 +78,36 @@ def test_cached_tokens_count_once_a_prompt(caller: Caller, engine: FakeEngine) -
     *_, last = events_of(caller.complete(**body, stream=True, stream_options={"include_usage": True}))
     assert last["usage"] == usage(6, 12, 2 * 2)
     assert caller.complete(prompt="abc", max_tokens=0).json()["usage"] == usage(3, 0)
+
+
+def test_a_priority_reaches_an_engine_that_looks_at_it(tmp_path: Path, engine: FakeEngine) -> None:
+    caller = make_caller(tmp_path, engine, has_priorities=True)
+    caller.complete(prompt="a", priority=-3, n=2, max_tokens=1)
+    caller.chat("a", priority=7, max_tokens=1)
+    caller.complete(prompt="a", max_tokens=1)
+    assert [one.priority for one in engine.submitted] == [-3, -3, 7, 0]
+
+
+def test_a_priority_that_nobody_looks_at_is_an_error(caller: Caller) -> None:
+    assert caller.complete(prompt="a", priority=0).status_code == 200
+    for response in (caller.complete(prompt="a", priority=1), caller.chat("a", priority=-1)):
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["param"], error["code"]) == ("priority", "invalid_value")
+        assert "--policy priority" in error["message"]
+
+
+@pytest.mark.parametrize("body", [{}, {"stream": True}, {"n": 3}, {"n": 3, "stream": True}])
+def test_a_full_queue_is_429_and_says_when_to_come_again(caller: Caller, engine: FakeEngine, body: Any) -> None:
+    engine.max_requests = 0
+    for response in (caller.complete(prompt="a", **body), caller.chat("a", **body)):
+        assert response.status_code == 429
+        assert response.headers["retry-after"] == "1"
+        error = response.json()["error"]
+        assert (error["type"], error["code"], error["param"]) == ("rate_limit_error", "rate_limit_exceeded", None)
+        assert error["message"] == "Too many requests: 5 requests wait already."
+    engine.max_requests = None
+    assert caller.complete(prompt="a", **body).status_code == 200
 
 
 def test_the_last_seed_of_64_bits_has_a_successor(caller: Caller, engine: FakeEngine) -> None:

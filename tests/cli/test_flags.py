@@ -62,6 +62,8 @@ SERVE = """
 --run-ahead    int | None                              None
 --balance      Literal['auto', 'level']                'auto'
 --prefix-cache bool                                    True
+--policy       Literal['fcfs', 'priority']             'fcfs'
+--max-waiting  int | None                              None
 --transport    Literal['ipc', 'tcp']                   'ipc'
 --timeout      float                                   60.0
 --edges        Literal['auto', 'nccl']                 'auto'

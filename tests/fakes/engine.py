@@ -50,6 +50,7 @@ class Submitted:
     request_id: str
     tokens: list[int]
     sampling: SamplingParams
+    priority: int = 0
 
 
 @dataclass
@@ -74,6 +75,8 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     num_cached: int = 0
     """Prompt tokens that every request is told to have found."""
+    max_requests: int | None = None
+    """Refuse requests beyond so many."""
     num_resets: int = 0
     stopped: bool = False
     num_held: int = 0
@@ -103,11 +106,16 @@ class FakeEngine:
         self.changed.set()
         self.release.set()
 
-    async def generate(self, request_id: str, tokens: Sequence[int], sampling: SamplingParams) -> AsyncIterator[Output]:
+    async def generate(
+        self, request_id: str, tokens: Sequence[int], sampling: SamplingParams, priority: int = 0
+    ) -> AsyncIterator[Output]:
         """The scripted outputs."""
         self._check()
-        self.submitted.append(Submitted(request_id, list(tokens), sampling))
-        finished = False
+        self.submitted.append(Submitted(request_id, list(tokens), sampling, priority))
+        finished = self.max_requests is not None and len(self.submitted) > self.max_requests
+        if finished:
+            yield Output(request_id, finish_reason="error", error="5 requests wait already", refused=True)
+            return
         try:
             for index, output in enumerate(self._outputs(request_id, tokens, sampling)):
                 await self._hold(index)

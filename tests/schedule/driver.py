@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from headrace.schedule import Event, Request, Scheduler, SchedulerConfig
 from headrace.step import FinishReason, SamplerSpec, StepResult, TokenLogprobs, pack, unpack
@@ -11,10 +12,17 @@ from tests.fakes.executor import Executed, Expected, FakeExecutor, expect
 from tests.schedule.stages import Stages
 
 
-def config(**changes: int) -> SchedulerConfig:
+def config(**changes: Any) -> SchedulerConfig:
     """Two stages and plenty of everything, but for the changes."""
-    sizes = {"num_stages": 2, "max_running": 64, "chunk": 256, "page_size": 4, "num_pages": 4096, "max_len": 4096}
-    return SchedulerConfig(**{**sizes, **changes})  # type: ignore[arg-type]  # a flag is a number here
+    sizes: dict[str, Any] = {
+        "num_stages": 2,
+        "max_running": 64,
+        "chunk": 256,
+        "page_size": 4,
+        "num_pages": 4096,
+        "max_len": 4096,
+    }
+    return SchedulerConfig(**{**sizes, **changes})
 
 
 @dataclass
@@ -56,14 +64,18 @@ class Driver:
         self.now = 0.0
 
     def submit(
-        self, prompt: int | Sequence[int], max_tokens: int | None = None, sampler: SamplerSpec | None = None
+        self,
+        prompt: int | Sequence[int],
+        max_tokens: int | None = None,
+        sampler: SamplerSpec | None = None,
+        priority: int = 0,
     ) -> str:
         """Submit a prompt, or one of so many tokens; returns its id."""
         self.now += 1
         name = f"r{len(self.requests)}"
         if isinstance(prompt, int):
             prompt = [(len(self.requests) + i) % 30 for i in range(prompt)]
-        request = Request(name, pack(prompt), max_tokens, sampler or SamplerSpec())
+        request = Request(name, pack(prompt), max_tokens, sampler or SamplerSpec(), priority)
         self.scheduler.submit(request, self.now)
         self.requests[name] = Collected(request)
         return name

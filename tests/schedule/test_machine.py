@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import msgspec
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.errors import UserError
-from headrace.schedule import Scheduler, SchedulerConfig
-from headrace.step import SamplerSpec, StepPlan, unpack
+from headrace.errors import QueueFull, UserError
+from headrace.schedule import Request, Scheduler, SchedulerConfig
+from headrace.schedule.order import FirstComeFirstServed
+from headrace.step import SamplerSpec, StepPlan, pack, unpack
 from tests.schedule.driver import Driver
 from tests.schedule.stages import Stages
 from tests.schedule.tree import check_tree
@@ -31,16 +33,25 @@ class AnyEvents(RuleBasedStateMachine):
         prompt=PROMPTS,
         max_tokens=st.sampled_from([None, 0, 1, 2, 7, 30]),
         sampler=sampler_specs(),
+        priority=st.integers(-1, 1),
     )
-    def submit(self, prompt: list[int], max_tokens: int | None, sampler: SamplerSpec) -> None:
+    def submit(self, prompt: list[int], max_tokens: int | None, sampler: SamplerSpec, priority: int = 0) -> None:
+        config, num_waiting = self.driver.config, self.driver.scheduler.num_waiting
+        refused = Request("refused", pack(prompt), max_tokens, sampler, priority)
         try:
-            name = self.driver.submit(prompt, max_tokens, sampler)
+            name = self.driver.submit(prompt, max_tokens, sampler, priority)
+        except QueueFull:
+            assert config.max_waiting is not None
+            assert self.driver.scheduler.num_waiting >= config.max_waiting
+            with pytest.raises(QueueFull):
+                self.twin.submit(refused, self.driver.now)
         except UserError:
-            config = self.driver.config
             least = len(prompt) + (max_tokens != 0)
             assert least > min(config.max_len, config.num_pages * config.page_size)
         else:
             self.twin.submit(self.driver.requests[name].request, self.driver.now)
+            most = max(config.max_waiting or 0, num_waiting)
+            assert config.max_waiting is None or self.driver.scheduler.num_waiting <= most
 
     @rule()
     def schedule(self) -> None:
@@ -97,10 +108,14 @@ class AnyEvents(RuleBasedStateMachine):
     @invariant()
     def jobs_are_where_they_should_be(self) -> None:
         scheduler = self.driver.scheduler
-        running, waiting = list(scheduler._running), list(scheduler._waiting.values())
-        order = list(self.driver.requests)
-        places = [order.index(job.id) for job in running + waiting]
-        assert places == sorted(places), "running requests are older than waiting ones"
+        running, waiting = list(scheduler._running), scheduler._waiting._jobs
+        if isinstance(self.driver.config.policy, FirstComeFirstServed):
+            order = list(self.driver.requests)
+            places = [order.index(job.id) for job in running + waiting]
+            assert places == sorted(places), "running requests are older than waiting ones"
+        assert [job.rank for job in waiting] == sorted(job.rank for job in waiting)
+        prefilling = [job.rank for job in scheduler._prefilling]
+        assert prefilling == sorted(prefilling)
         assert len(running) <= self.driver.config.max_running
         self.driver.check_places()
         assert len({*scheduler._prefilling, *scheduler._ready}) == len(scheduler._prefilling) + len(scheduler._ready)

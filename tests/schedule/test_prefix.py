@@ -357,7 +357,7 @@ def tell(sizes: SchedulerConfig, arrivals: list[Arrival]) -> list[tuple[list[int
 )
 def test_the_cache_changes_nobodys_tokens(sizes: SchedulerConfig, run_ahead: int, arrivals: list[Arrival]) -> None:
     lasting = [(*arrival[:4], False) for arrival in arrivals]
-    sizes = replace(sizes, run_ahead=run_ahead)
+    sizes = replace(sizes, run_ahead=run_ahead, max_waiting=None)
     without = tell(replace(sizes, prefix_cache=False), lasting)
     assert tell(replace(sizes, prefix_cache=True), lasting) == without
     tell(replace(sizes, prefix_cache=True), arrivals)

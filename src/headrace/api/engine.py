@@ -22,7 +22,9 @@ class Engine(Protocol):
         """Why the engine can no longer be used, in one line; None while it can."""
         ...
 
-    def generate(self, request_id: str, tokens: Sequence[int], sampling: SamplingParams) -> AsyncIterator[Output]:
+    def generate(
+        self, request_id: str, tokens: Sequence[int], sampling: SamplingParams, priority: int = 0
+    ) -> AsyncIterator[Output]:
         """Run one request; the outputs end after the one that has a finish_reason.
 
         Closing or cancelling the iterator early aborts the request. Raises Fault when the engine is lost.

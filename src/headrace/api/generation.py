@@ -52,10 +52,12 @@ class Generation:
         sampling: SamplingParams,
         detokenizer: Detokenizer,
         timer: RequestTimer,
+        priority: int = 0,
     ) -> None:
         self.request_id = request_id
         self.tokens = tokens
         self.sampling = sampling
+        self.priority = priority
         self.num_tokens = 0
         """Tokens generated so far, up to the one that completed a stop string."""
         self.num_cached = 0
@@ -67,7 +69,7 @@ class Generation:
 
     async def pieces(self, service: Service) -> AsyncGenerator[Piece, None]:
         """Run the request. Raises ApiError or Fault when it cannot end well."""
-        outputs = service.engine.generate(self.request_id, self.tokens, self.sampling)
+        outputs = service.engine.generate(self.request_id, self.tokens, self.sampling, self.priority)
         reason = "abort"
         try:
             async for output in outputs:
@@ -130,6 +132,8 @@ class Generation:
 def _failure(output: Output) -> ApiError:
     if output.finish_reason == "abort":
         return ApiError(503, "The engine gave the request up; it is stopping.", code="aborted")
+    if output.refused:
+        return ApiError(429, f"Too many requests: {output.error}.", code="rate_limit_exceeded")
     return ApiError(500, output.error or "The engine failed on this request.", code="engine_error")
 
 

@@ -81,7 +81,9 @@ class EngineClient:
             self._socket.close(linger=0)
             self._socket = None
 
-    async def generate(self, request_id: str, tokens: Sequence[int], sampling: SamplingParams) -> AsyncIterator[Output]:
+    async def generate(
+        self, request_id: str, tokens: Sequence[int], sampling: SamplingParams, priority: int = 0
+    ) -> AsyncIterator[Output]:
         """The request's outputs; they end after the one with a finish_reason. Closing the iterator early aborts it.
 
         Raises Fault if the engine is lost.
@@ -93,7 +95,7 @@ class EngineClient:
         self._queues[request_id] = queue
         finished = False
         try:
-            self._send(Submit(request_id, pack(tokens), sampling))
+            self._send(Submit(request_id, pack(tokens), sampling, priority))
             while not finished:
                 output = await queue.get()
                 if output is None:

@@ -83,14 +83,15 @@ class LLM:
 
     model: as in `headrace serve`. Options are the fields of the configuration by their own names: `pp`, `tp`, `ep`,
     `split`, `device`, `dtype`, `max_len`, `seed`, `attention`, `graphs`, `weights`, `routing`, `max_running`, `chunk`,
-    `page_size`, `kv_memory`, `run_ahead`, `balance`, `prefix_cache`, `transport`, `timeout_s`, `edges`, `all_reduce`,
-    `trace`. Raises UserError for what cannot be, Fault when it fails; both in one line. A context manager; `close`
-    leaves no process and no file behind. Belongs to one thread.
+    `page_size`, `kv_memory`, `run_ahead`, `balance`, `prefix_cache`, `policy`, `max_waiting`, `transport`, `timeout_s`,
+    `edges`, `all_reduce`, `trace`. Raises UserError for what cannot be, Fault when it fails; both in one line. A
+    context manager; `close` leaves no process and no file behind. Belongs to one thread.
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         config = _config(model, options)
         self._closed = False
+        self._policy = config.schedule.policy
         prepared = prepare(ServeConfig(engine=config, http=HttpConfig()), say=log.info)
         self.mesh: Mesh = prepared.mesh
         self.spec = prepared.spec
@@ -128,22 +129,30 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
     ) -> list[Generation]:
         """Complete prompts (texts or token ids), all at once; results in their order.
 
-        sampling: one for all, or one a prompt. Raises UserError naming what is wrong with a prompt or a parameter; the
-        others of the call are then dropped.
+        sampling, priority: one for all, or one a prompt. Raises UserError naming what is wrong with a prompt or a
+        parameter; the others of the call are then dropped.
         """
         many = _as_prompts(prompts)
         if sampling is None or isinstance(sampling, SamplingParams):
             sampling = [sampling or SamplingParams()] * len(many)
         if len(sampling) != len(many):
             raise UserError(f"sampling: {len(sampling)} for {len(many)} prompts")
+        priorities = [priority] * len(many) if isinstance(priority, int) else list(priority)
+        if len(priorities) != len(many):
+            raise UserError(f"priority: {len(priorities)} for {len(many)} prompts")
+        if any(priorities) and self._policy != "priority":
+            raise UserError('priority: any but 0 needs policy="priority"')
         # All are checked before any is submitted: what is wrong with one must not leave others running.
         checked = [
             self._check(i, prompt, params) for i, (prompt, params) in enumerate(zip(many, sampling, strict=True))
         ]
-        return self._collect({self._submit(one.tokens, one.sampling): one for one in checked})
+        pairs = zip(checked, priorities, strict=True)
+        return self._collect({self._submit(one.tokens, one.sampling, first): one for one, first in pairs})
 
     def chat(
         self,
@@ -236,12 +245,12 @@ class LLM:
             params = params.ending_at([token for token in self.tokenizer.eos_ids if token < vocab])
         return _Pending(index, tokens, params, detokenizer)
 
-    def _submit(self, tokens: Sequence[int], params: SamplingParams) -> str:
+    def _submit(self, tokens: Sequence[int], params: SamplingParams, priority: int) -> str:
         if self._closed:
             raise Fault("this LLM is closed")
         request_id = str(self._num_requests)
         self._num_requests += 1
-        self._socket.send(self._encode(Submit(request_id, pack(tokens), params)))
+        self._socket.send(self._encode(Submit(request_id, pack(tokens), params, priority)))
         return request_id
 
     def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:

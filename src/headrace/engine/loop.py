@@ -16,11 +16,13 @@ from headrace.channel import Listener
 from headrace.config import EngineConfig
 from headrace.engine.executor import Capacity, Executor
 from headrace.engine.requests import Intake, warm_up
-from headrace.errors import PeerLost, UserError
+from headrace.errors import PeerLost, QueueFull, UserError
 from headrace.mesh import build_mesh
+from headrace.plan.curve import cost_curve
 from headrace.plan.reads import decode_balance
 from headrace.schedule import Scheduler, SchedulerConfig
 from headrace.schedule.balance import Balance, Level
+from headrace.schedule.order import POLICIES
 from headrace.schedule.request import Event
 from headrace.spec import ModelSpec
 from headrace.step import (
@@ -148,6 +150,9 @@ class Engine:
                 max_len=self._max_len,
                 run_ahead=schedule.run_ahead or 0,
                 prefix_cache=schedule.prefix_cache,
+                curve=cost_curve(self._spec, "cuda" if self._config.model.device == "cuda" else "cpu", schedule.chunk),
+                policy=POLICIES[schedule.policy],
+                max_waiting=schedule.max_waiting,
             ),
             self._balance(),
         )
@@ -164,6 +169,8 @@ class Engine:
         self._submit(Origin(b"", ""), warm_up(length))
         while self._scheduler.has_work and not self._stopped:
             self._turn()
+        self._scheduler.reset_prefix_cache()
+        self._scheduler.num_prefix_queries = 0
 
     # --- one turn ---------------------------------------------------------------------------------------------------
 
@@ -210,7 +217,9 @@ class Engine:
             self._num_submitted += 1
             self._scheduler.submit(request, time.monotonic())
         except UserError as error:
-            self._send(origin.client, [Output(origin.request_id, finish_reason="error", error=str(error))])
+            refused = isinstance(error, QueueFull)
+            output = Output(origin.request_id, finish_reason="error", error=str(error), refused=refused)
+            self._send(origin.client, [output])
             return
         self._origins[key] = origin
         self._keys[origin] = key

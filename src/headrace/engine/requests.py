@@ -36,7 +36,9 @@ class Intake:
             raise UserError(str(error)) from None
         # Drawn even where it is not needed, so that a seed depends on the place among the submissions alone.
         seed = self._random.getrandbits(63)
-        return Request.from_sampling(key, submit.tokens, submit.sampling, eos_ids=self._eos_ids, seed=seed)
+        return Request.from_sampling(
+            key, submit.tokens, submit.sampling, eos_ids=self._eos_ids, seed=seed, priority=submit.priority
+        )
 
 
 def warm_up(length: int) -> Submit:

@@ -11,6 +11,7 @@ from headrace.mesh import Mesh, build_mesh
 from headrace.plan.arrivals import Arrivals, Ask, Closed, Open, random_times, read_asks
 from headrace.plan.config import MachineConfig, SimulateConfig, WorkloadConfig
 from headrace.plan.cost import Roofline
+from headrace.plan.curve import cost_curve
 from headrace.plan.experts import Routing, Skewed, Uniform
 from headrace.plan.figures import Figures, Setup, figures, to_json, to_text
 from headrace.plan.hardware import Machine, build_machine, catalogue
@@ -47,7 +48,7 @@ def run_simulation(config: SimulateConfig) -> tuple[Setup, Figures]:
         mesh = _fastest(config, spec, mesh, machine, routing, asks)
     stage_tokens = _kv_tokens(config, spec, mesh, machine)
     engine = VirtualEngine(
-        _scheduler_config(config, mesh, min(stage_tokens), asks),
+        _scheduler_config(config, spec, mesh, min(stage_tokens), asks),
         Roofline(spec, mesh, machine, routing),
         balance=decode_balance(spec, mesh),
         record=config.trace is not None,
@@ -138,7 +139,9 @@ def _kv_tokens(config: SimulateConfig, spec: ModelSpec, mesh: Mesh, machine: Mac
     return tuple(steps.kv_memory // each for each in stages)
 
 
-def _scheduler_config(config: SimulateConfig, mesh: Mesh, num_tokens: int, asks: list[Ask]) -> SchedulerConfig:
+def _scheduler_config(
+    config: SimulateConfig, spec: ModelSpec, mesh: Mesh, num_tokens: int, asks: list[Ask]
+) -> SchedulerConfig:
     steps = config.steps
     longest = max(ask.input + ask.output for ask in asks)
     num_pages = num_tokens // steps.page_size
@@ -153,6 +156,7 @@ def _scheduler_config(config: SimulateConfig, mesh: Mesh, num_tokens: int, asks:
         num_pages=min(num_pages, most),
         max_len=longest,
         run_ahead=steps.run_ahead,
+        curve=cost_curve(spec, "cuda", steps.chunk),
     )
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from headrace.schedule.cost import CostCurve
+from headrace.schedule.order import FirstComeFirstServed, Policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,3 +30,9 @@ class SchedulerConfig:
     request is soon pre-empted again and most of what it computed is lost."""
     prefix_cache: bool = True
     """Whether pages are found again by what they hold."""
+    curve: CostCurve | None = None
+    """What rows cost, so that prompts cost about what the microbatches beside them do; None: `chunk` alone bounds."""
+    policy: Policy = field(default_factory=FirstComeFirstServed)
+    """Who is admitted first and gives way last."""
+    max_waiting: int | None = None
+    """Requests that may wait; more are refused."""

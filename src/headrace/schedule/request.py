@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 TOKEN_BYTES = 4
 
+Rank = tuple[int, int]
+
 
 @dataclass(frozen=True)
 class Request:
@@ -28,10 +30,19 @@ class Request:
     """Most tokens to generate; None: as many as fit. 0 computes the prompt and samples nothing."""
     sampler: SamplerSpec = field(default_factory=SamplerSpec)
     """Its stop_token_ids are all the ids that end the request, none of them before min_tokens."""
+    priority: int = 0
+    """Lower goes first, where the policy asks for it."""
 
     @classmethod
     def from_sampling(
-        cls, request_id: str, tokens: bytes, sampling: SamplingParams, *, eos_ids: Iterable[int], seed: int
+        cls,
+        request_id: str,
+        tokens: bytes,
+        sampling: SamplingParams,
+        *,
+        eos_ids: Iterable[int],
+        seed: int,
+        priority: int = 0,
     ) -> Request:
         """Resolve what a user asked: `eos_ids` are the model's, `seed` serves a request that brings none."""
         stop_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_ids)}
@@ -50,7 +61,7 @@ class Request:
             min_tokens=sampling.min_tokens,
             stop_token_ids=sorted(stop_ids),
         )
-        return cls(request_id, tokens, sampling.max_tokens, sampler)
+        return cls(request_id, tokens, sampling.max_tokens, sampler, priority)
 
     @property
     def num_prompt(self) -> int:
@@ -85,11 +96,13 @@ class Job:
     __slots__ = (
         "capacity", "done", "generated", "id", "is_new", "limit", "max_tokens", "min_tokens", "node", "num_cached",
         "num_computed", "num_entered", "num_prompt", "num_tokens", "num_told", "num_uncommitted", "pages",
-        "prompt_logprobs", "queued_s", "request", "sampled_in", "slot", "stop_ids", "submitted_at",
+        "prompt_logprobs", "queued_s", "rank", "request", "sampled_in", "slot", "stop_ids", "submitted_at",
     )  # fmt: skip
 
-    def __init__(self, request: Request, limit: int, now: float) -> None:
+    def __init__(self, request: Request, limit: int, now: float, rank: Rank = (0, 0)) -> None:
         self.request = request
+        self.rank = rank
+        """Lower goes first."""
         self.id = request.id
         self.num_prompt = request.num_prompt
         self.limit = limit

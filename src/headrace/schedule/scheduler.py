@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from itertools import islice
 
-from headrace.errors import UserError
+from headrace.errors import QueueFull, UserError
 from headrace.schedule.balance import Balance, Level, unequal_quota
 from headrace.schedule.config import SchedulerConfig
 from headrace.schedule.flight import Flight
-from headrace.schedule.policy import decode_quota, prompt_budget, share_budget
+from headrace.schedule.order import Queue, rank_of
+from headrace.schedule.policy import decode_quota, prompt_counts
 from headrace.schedule.prefix import PrefixCache
 from headrace.schedule.request import Event, Job, Request
 from headrace.step import StepPlan, StepResult, unpack
@@ -26,8 +27,8 @@ class Scheduler:
     very next plan, even while earlier plans that use it are in flight.
 
     A job is in `_waiting`, or in `_running` (there in `_prefilling`, in `_ready`, or out with a plan), or closed: its
-    last row is planned, it holds nothing, and only its results are due. Running jobs are always older than waiting
-    ones: admission takes the oldest, pre-emption the youngest.
+    last row is planned, it holds nothing, and only its results are due. Admission takes the first in rank, pre-emption
+    the last.
 
     A job is out with the plan that samples its next token until that plan returns: at its commit, or with `run_ahead`
     as soon as so many plans followed it as are live, for then its next row no longer keeps a stage waiting. Plans
@@ -44,16 +45,15 @@ class Scheduler:
         self._slots = list(range(config.max_running - 1, -1, -1))
         self._freed: list[int] = []
         self._jobs: dict[str, Job] = {}
-        self._waiting: OrderedDict[str, Job] = OrderedDict()
+        self._waiting = Queue()
         self._running: dict[Job, None] = {}
         self._prefilling: dict[Job, None] = {}
         self._ready: deque[Job] = deque()
         self._flights: deque[Flight] = deque()
+        self._num_submitted = 0
         self._next_plan_id = 0
         self._first_out = 0
         """The oldest plan that jobs are out with; all before it have returned."""
-        self._blocked: tuple[Job, int, int] | None = None
-        """Who was not admitted for want of pages; how many were too few, and how many prompts were not computed yet."""
         self.num_preemptions = 0
         """Lives cut short to give their pages to an older request, since start."""
         self.num_prefix_queries = 0
@@ -101,7 +101,7 @@ class Scheduler:
     # --- events -------------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, now: float) -> None:
-        """Queue a request. Raises UserError, naming both numbers, for one that can never fit."""
+        """Queue a request. Raises UserError, naming both numbers, for one that can never fit, and QueueFull."""
         assert request.id not in self._jobs, f"request {request.id} is here already"
         num_prompt = request.num_prompt
         if not num_prompt:
@@ -112,9 +112,15 @@ class Scheduler:
             what = f"{num_prompt} tokens and one to generate" if wanted else f"{num_prompt} tokens"
             where = "max_len" if limit == self.config.max_len else "the KV cache, which holds"
             raise UserError(f"prompt: {what} do not fit in {where} {limit}")
-        job = Job(request, limit, now)
+        job = Job(request, limit, now, self.config.policy.rank(request, self._num_submitted))
+        self._waiting.add(job)
+        most = self.config.max_waiting
+        if most is not None and len(self._waiting) > most:
+            self._admit()  # who waits for nothing but the next plan does not count
+            if len(self._waiting) > most and self._waiting.remove(job):
+                raise QueueFull(f"{len(self._waiting)} requests wait already, and no more may (--max-waiting {most})")
+        self._num_submitted += 1
         self._jobs[job.id] = job
-        self._waiting[job.id] = job
 
     def abort(self, request_id: str) -> bool:
         """Forget a request: its pages are free at once, its late results are dropped. False if it is not here."""
@@ -124,13 +130,13 @@ class Scheduler:
         job.done = True
         if job in self._running:
             self._withdraw(job)
-        self._waiting.pop(request_id, None)
+        else:
+            self._waiting.remove(job)
         return True
 
     def reset_prefix_cache(self) -> None:
         """Forget what is cached. Pages in use stay with their owners, who share them with nobody new."""
         self._prefix.reset(self._running)
-        self._blocked = None
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan, or None when nothing can or should be planned before another event."""
@@ -144,7 +150,7 @@ class Scheduler:
                 return None
             if self._fits(picked):
                 return self._issue(num_decodes, picked, now)
-            self._preempt(next(reversed(self._running)))
+            self._preempt(max(self._running, key=rank_of))
 
     def commit(self, result: StepResult, now: float) -> list[Event]:
         """Take a plan's result, in plan order; what each request gained. `now` decides nothing here yet."""
@@ -180,7 +186,7 @@ class Scheduler:
     # --- making a plan ------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Let the oldest waiting requests in, as far as slots go and pages for all their tokens and one more.
+        """Let the first in rank in, as far as slots go and pages for all their tokens and one more.
 
         What of them is in the prefix cache they take at once: it counted as free, and may be shared.
         """
@@ -188,35 +194,29 @@ class Scheduler:
             return
         room = self._pool.num_free - sum(self._pages_to_come(job) for job in self._prefilling)
         while self._waiting and len(self._running) < self.config.max_running:
-            job = next(iter(self._waiting.values()))
+            job = self._waiting.first
             if job.num_uncommitted:  # pre-empted, and its tokens in flight are not known yet
                 return
             needed = self._pool.pages_for(self.config.headroom * len(self._running))
-            if self._running and self._is_blocked(job, room - needed):
+            if self._running and self._waiting.is_put_off(room - needed, len(self._prefilling)):
                 return
             num_free = self._pool.num_free
             num_cached = self._prefix.begin(job)
             left = room - (num_free - self._pool.num_free) - self._pages_to_come(job)
             if left < needed:
-                self._blocked = job, room - needed, len(self._prefilling)
+                self._waiting.put_off(room - needed, len(self._prefilling))
                 self._prefix.release(job)
                 job.vacate()
                 return
             room = left
             if job.is_new:
                 job.num_cached = num_cached
-            del self._waiting[job.id]
+            self._waiting.remove(job)
             self._running[job] = None
+            is_last = not self._prefilling or next(reversed(self._prefilling)).rank < job.rank
             self._prefilling[job] = None
-
-    def _is_blocked(self, job: Job, spare: int) -> bool:
-        """Whether nothing has changed for the better since the job was last not admitted: looking a long prompt up in
-        vain for every plan would cost more than the plan.
-        """
-        if self._blocked is None:
-            return False
-        blocked, most, num_prefilling = self._blocked
-        return job is blocked and spare <= most and len(self._prefilling) >= num_prefilling
+            if not is_last:
+                self._prefilling = dict.fromkeys(sorted(self._prefilling, key=rank_of))
 
     def _pages_to_come(self, job: Job) -> int:
         """Pages that a job still needs for its known tokens and the next."""
@@ -264,9 +264,9 @@ class Scheduler:
         if self._prefilling:
             for job in self._prefilling:
                 self._follow(job)
-            remaining = [job.num_tokens - job.num_computed for job in self._prefilling]
-            budget = prompt_budget(sum(remaining), self.config.chunk - num_decodes)
-            counts = share_budget(budget, remaining)
+            prompts = [(job.num_computed, job.num_tokens - job.num_computed) for job in self._prefilling]
+            num_beside = -(-(len(self._running) - len(self._prefilling)) // self._ways)
+            counts = prompt_counts(prompts, self.config.chunk - num_decodes, num_beside, self.config.curve)
             picked += [(job, count) for job, count in zip(self._prefilling, counts, strict=True) if count]
         return num_decodes, picked
 
@@ -346,7 +346,7 @@ class Scheduler:
     # --- leaving ------------------------------------------------------------------------------------------------------
 
     def _preempt(self, job: Job) -> None:
-        """Send the youngest running job back to wait, ahead of all who wait; it comes again with all its tokens.
+        """Send a running job, the last in rank, back to wait; it comes again with all its tokens.
 
         Its pages are free at once, as after an abort. Tokens of it in flight are not lost: their commits reach the
         waiting job, which is admitted no earlier.
@@ -355,16 +355,16 @@ class Scheduler:
             self.num_preemptions += 1
             job.is_new = False
         self._withdraw(job)
-        self._waiting[job.id] = job
-        self._waiting.move_to_end(job.id, last=False)
+        self._waiting.add(job)
 
     def _finish(self, job: Job) -> None:
         """End a job whose last token has come, wherever it is; rows in flight past that token count for nothing."""
         job.done = True
         del self._jobs[job.id]
-        self._waiting.pop(job.id, None)
         if job in self._running:
             self._withdraw(job)
+        else:
+            self._waiting.remove(job)
 
     def _withdraw(self, job: Job) -> None:
         """Stop a running job before its time."""

@@ -15,21 +15,21 @@ QUESTIONS = [
 ]
 
 
-def test_every_depth_says_the_same_and_transformers_agrees() -> None:
+def test_one_stage_and_three_say_the_same_and_transformers_agrees() -> None:
     texts = []
     params = SamplingParams(temperature=0.0, max_tokens=24, logprobs=2)
-    for pp in (1, 2, 3):
+    for pp in (1, 3):
         with LLM(pp=pp, dtype="float32", device="cpu", max_len=512) as llm:
             answers = llm.chat([[{"role": "user", "content": question}] for question in QUESTIONS], params)
             texts.append([answer.text for answer in answers])
     assert "Paris" in texts[0][0] and "Earth" in texts[0][1]
-    assert texts[0] == texts[1] == texts[2]
+    assert texts[0] == texts[1]
     reference = load_gguf_reference(resolve(None, say=lambda _: None).path)
     for question, answer in zip(QUESTIONS, answers, strict=True):
         check(reference, written_by(answer), question)
 
 
-def test_the_fast_type_answers_too() -> None:
+def test_the_fast_type_answers_too_from_two() -> None:
     with LLM(pp=2, device="cpu", max_len=512) as llm:
         (answer,) = llm.chat(
             [{"role": "user", "content": QUESTIONS[1]}], SamplingParams(temperature=0.0, max_tokens=24)

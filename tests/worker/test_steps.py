@@ -18,9 +18,9 @@ from headrace.step import Register, SamplerSpec, StepPlan, pack, unpack
 from headrace.weights.fill import fill_random
 from headrace.weights.source import read_spec, resolve
 from headrace.worker import steps as steps_module
+from headrace.plan.reserve import LADDER, ladder
 from headrace.worker.batch import Rows
 from headrace.worker.cache import KVCache
-from headrace.worker.graphs import LADDER, ladder
 from headrace.worker.mirror import Mirror
 from headrace.worker.steps import DeviceState, EagerSteps
 from tests.tiny import write_tiny

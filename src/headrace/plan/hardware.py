@@ -85,6 +85,8 @@ class Link:
     latency_s: float
     hop_s: float
     """A hop of an all-reduce in NCCL's model."""
+    p2p: bool = True
+    """Whether GPUs reach each other's memory over it."""
     curves: Mapping[int, Curve] = field(default_factory=dict, hash=False)
     """Measured all-reduces by group size."""
     source: str = ""
@@ -140,6 +142,11 @@ class Machine:
     def host_of(self, rank: int) -> int:
         """Which host a rank is on."""
         return rank * self.num_hosts // len(self.gpus)
+
+    @property
+    def reaches(self) -> bool:
+        """Whether GPUs of a host write into each other's memory."""
+        return self.link is None or self.link.p2p
 
     def between(self, ranks: Sequence[int]) -> Link | None:
         """What joins these ranks: the network as soon as they are on more than one host."""
@@ -204,6 +211,7 @@ def _link(slug: str, entry: Mapping[str, Any]) -> Link:
         bandwidth=entry["gb_s"] * 1e9,
         latency_s=entry["latency_us"] * 1e-6,
         hop_s=entry["hop_us"] * 1e-6,
+        p2p=bool(entry.get("p2p", True)),
         curves={
             int(size): Curve(tuple((kib * KIB, us * 1e-6) for kib, us in points))
             for size, points in entry.get("all_reduce", {}).items()

@@ -10,7 +10,7 @@ from headrace.plan.experts import Routing
 from headrace.plan.hardware import Machine
 from headrace.plan.inventory import embedding, head, layer_matrices
 from headrace.plan.load import Load
-from headrace.plan.memory import kv_layer_bytes, room
+from headrace.plan.memory import Limits, kv_layer_bytes, room
 from headrace.plan.operations import Share
 from headrace.spec import ModelSpec
 
@@ -24,11 +24,10 @@ class Splitter:
         self._kinds, self._of_layer = kinds_of(spec)
         self._places, self._here_GS = places_of(mesh, machine)
 
-    def fastest(self, load: Load, *, chunk: int, num_rows: int, num_tokens: int) -> tuple[int, ...] | None:
+    def fastest(self, load: Load, limits: Limits, num_tokens: int) -> tuple[int, ...] | None:
         """The split whose slowest stage takes least at this load; None where none fits.
 
-        A stage fits that has room for its weights, for steps of `chunk` tokens and `num_rows` rows, and for a KV cache
-        of `num_tokens`.
+        A stage fits that has room for its weights, for steps within the limits, and for a KV cache of `num_tokens`.
         """
         times = [self._times(place, load) for place in range(len(self._places))]
         bytes_SE = run_costs([self._layer_bytes(index, num_tokens) for index in range(self._spec.num_layers)])
@@ -37,7 +36,7 @@ class Splitter:
             ends_s = [first * (stage == 0) + last * (stage == self._mesh.pp - 1) for _, first, last in times]
             here = [place for place in range(len(times)) if self._here_GS[place, stage]]
             cost_SE = np.maximum.reduce([times[place][0] + ends_s[place] for place in here])
-            left = room(self._spec, self._mesh, self._machine, stage, chunk=chunk, num_rows=num_rows)
+            left = room(self._spec, self._mesh, self._machine, stage, limits)
             return np.where(bytes_SE + self._end_bytes(stage) <= left, cost_SE, np.inf)
 
         return best_split(price, self._mesh.pp)

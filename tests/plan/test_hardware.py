@@ -40,6 +40,7 @@ dense_share = 0.7
 expert_share = 0.6
 attention_share = 0.5
 launch_us = 2.0
+overlap = 1
 [gpu.new]
 name = "New"
 memory_gib = 64

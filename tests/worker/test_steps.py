@@ -13,12 +13,12 @@ from headrace.layers.build import Build
 from headrace.layers.decoder import Decoder
 from headrace.mesh import build_mesh
 from headrace.models.registry import build_model, rules_of
+from headrace.plan.reserve import LADDER, ladder
 from headrace.spec import ModelSpec
 from headrace.step import Register, SamplerSpec, StepPlan, pack, unpack
 from headrace.weights.fill import fill_random
 from headrace.weights.source import read_spec, resolve
 from headrace.worker import steps as steps_module
-from headrace.plan.reserve import LADDER, ladder
 from headrace.worker.batch import Rows
 from headrace.worker.cache import KVCache
 from headrace.worker.mirror import Mirror

@@ -43,6 +43,8 @@ class Gpu:
     """The last cache before memory: what an operation puts in and takes out stays there if it fits."""
     launch_s: float = 0.0
     """What a kernel costs beside its work."""
+    overlap: float = 1.0
+    """Of the shorter of reading and computing, what hides behind the longer one."""
     link: str = ""
     """Slug of what joins such GPUs in one host."""
     source: str = ""
@@ -198,6 +200,7 @@ def _gpu(slug: str, entry: Mapping[str, Any]) -> Gpu:
         bf16_flops=entry["bf16_tflops"] * 1e12,
         cache_bytes=int(entry["cache_mib"] * MIB),
         launch_s=entry["launch_us"] * 1e-6,
+        overlap=float(entry["overlap"]),
         link=entry["link"],
         source=entry["source"],
         **{share: float(entry[share]) for share in SHARES},

@@ -16,8 +16,8 @@ from headrace.layers.build import Build
 from headrace.layers.decoder import Decoder
 from headrace.mesh import Mesh, build_mesh
 from headrace.models.registry import build_model, rules_of
-from headrace.spec import ModelSpec
 from headrace.plan.reserve import plans_in_window
+from headrace.spec import ModelSpec
 from headrace.supervise.devices import gpu_of, ranks_per_gpu
 from headrace.weights.checkpoint import Checkpoint, load
 from headrace.weights.fill import fill_random
@@ -66,7 +66,9 @@ def bring_up(config: EngineConfig, rank: int, store: str, progress: Callable[[in
     dtype = getattr(torch, config.model.dtype)
     assert config.schedule.run_ahead is not None
     devices = None if device.type == "cpu" else _devices(config, mesh, spec, dtype)
-    comm = connect(mesh, rank, store, config.run.timeout_s, plans_in_window(mesh.pp, config.schedule.run_ahead), devices)
+    comm = connect(
+        mesh, rank, store, config.run.timeout_s, plans_in_window(mesh.pp, config.schedule.run_ahead), devices
+    )
     started = time.monotonic()
     drawn = config.model.routing == "uniform"
     counter = torch.zeros(1, dtype=torch.int64, device=device) if drawn else None

@@ -23,7 +23,7 @@ from headrace.schedule.balance import Balance, Level
 from headrace.schedule.request import Event
 from headrace.schedule.scheduler import Scheduler, SchedulerConfig
 from headrace.spec import ModelSpec
-from headrace.step import Abort, ClientMessage, EngineStatus, Hello, Output, Outputs, StepResult, Submit
+from headrace.step import Abort, ClientMessage, EngineStatus, Hello, Output, Outputs, StepResult, Submit, WarmUp
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +68,9 @@ class Engine:
         self._phase: Phase = "starting"
         self._detail = ""
         self._load_s = 0.0
+        self._warm_up = WarmUp()
+        self._token_times_s: list[float] = []
+        """Of the warm-up."""
         self._stopped = False
         self._next_status_s = 0.0
         self._host_s = 0.0
@@ -150,9 +153,13 @@ class Engine:
         assert self._scheduler is not None and self._config.schedule.chunk is not None
         self._set_phase("warming")
         length = min(self._config.schedule.chunk, self._max_len - 1)
+        began = time.monotonic()
         self._submit(Origin(b"", ""), warm_up(length))
         while self._scheduler.has_work and not self._stopped:
             self._turn()
+        if len(self._token_times_s) > 1:
+            first, second = self._token_times_s[:2]
+            self._warm_up = WarmUp(length, first - began, second - first)
 
     # --- one turn ---------------------------------------------------------------------------------------------------
 
@@ -212,6 +219,8 @@ class Engine:
         assert self._scheduler is not None
         now = time.monotonic()
         events = self._scheduler.commit(result, now)
+        if self._phase == "warming" and events:
+            self._token_times_s.append(now)
         self._flight_since = now if self._scheduler.num_in_flight else None
         by_client: dict[bytes, list[Output]] = {}
         for event in events:
@@ -289,6 +298,7 @@ class Engine:
             stages=stages,
             host_s=self._host_s,
             settled=self._executor.is_settled,
+            warm=self._warm_up,
         )
 
 

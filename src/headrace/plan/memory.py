@@ -13,6 +13,8 @@ from headrace.plan.inventory import Part, stage_matrices
 from headrace.plan.reserve import (
     EXPAND_MOST,
     GRAPH_BYTES,
+    KV_MOST,
+    KV_SHARE,
     LOGIT_COPIES,
     MARGIN,
     ladder,
@@ -24,6 +26,8 @@ from headrace.spec import DTYPE_BYTES, LayerSpec, MlaSpec, ModelSpec, MoeSpec
 RUNTIME_BYTES = int(2.1 * GIB)
 """Context, libraries' workspaces, compiled kernels and what the allocator cannot use: what two H200 had in use beside
 everything that is counted here, within 0.3 GiB in nine layouts (docs/decisions/028)."""
+CPU_RUNTIME_BYTES = int(0.3 * GIB)
+"""Of a rank on a processor: Python, torch and its libraries."""
 CONTEXT_BYTES = int(0.5 * GIB)
 """The part of it that no run goes without."""
 COMMUNICATOR_BYTES = 224 * MIB
@@ -39,6 +43,8 @@ class Limits:
     run_ahead: int = 2
     graphs: bool = True
     """Whether decode steps are captured."""
+    on_cpu: bool = False
+    """Whether ranks share a host's memory, of which the KV cache takes a part and no library holds much."""
     kv_value_bytes: int | None = None
     """Of a value in the KV cache; None: as activations."""
 
@@ -100,11 +106,16 @@ def stage_memory(spec: ModelSpec, mesh: Mesh, machine: Machine, stage: int, limi
     for matrix, share in stage_matrices(spec, mesh.tp, layers, first=stage == 0, last=last):
         weights[matrix.part] += matrix.bytes * share
     gpu_bytes = min(machine.gpus[rank].memory_bytes for rank in mesh.ranks_of(stage))
+    beside = _beside(spec, mesh, machine, stage, limits)
+    spare = gpu_bytes * MARGIN
+    if limits.on_cpu:
+        cache = min(KV_MOST, mesh.num_ranks * gpu_bytes * KV_SHARE) / mesh.num_ranks
+        spare = max(spare, gpu_bytes - sum(weights.values()) - sum(beside.values()) - cache)
     return StageMemory(
         gpu_bytes=gpu_bytes,
         weights=weights,
-        **_beside(spec, mesh, machine, stage, limits),
-        spare=gpu_bytes * MARGIN,
+        **beside,
+        spare=spare,
         kv_token_bytes=sum(kv_layer_bytes(spec, mesh.tp, index, limits) for index in layers),
     )
 
@@ -117,7 +128,7 @@ def _beside(spec: ModelSpec, mesh: Mesh, machine: Machine, stage: int, limits: L
         "activations": step_bytes(spec, mesh, limits.chunk, expanded=EXPAND_MOST),
         "logits": float(limits.max_running * spec.vocab_size * 4 * LOGIT_COPIES) if last else 0.0,
         "communication": _communication_bytes(spec, mesh, machine, stage, limits),
-        "runtime": RUNTIME_BYTES,
+        "runtime": CPU_RUNTIME_BYTES if limits.on_cpu else RUNTIME_BYTES,
     }
 
 
@@ -173,12 +184,12 @@ def _communication_bytes(spec: ModelSpec, mesh: Mesh, machine: Machine, stage: i
     """Edges write into a ring in the receiver, or go by a communicator and stay in memory while in the window."""
     sent = limits.chunk * spec.hidden * DTYPE_BYTES[spec.dtype]
     window = plans_in_window(mesh.pp, limits.run_ahead)
-    total = COMMUNICATOR_BYTES if mesh.tp > 1 else 0
+    total = COMMUNICATOR_BYTES if mesh.tp > 1 and not limits.on_cpu else 0
     if stage < mesh.pp - 1:
         total += window * sent
     if stage > 0:
         total += ring_depth(window) * sent
-    if mesh.pp > 1:
+    if mesh.pp > 1 and not limits.on_cpu:
         near = {stage, max(0, stage - 1), min(mesh.pp - 1, stage + 1)}
         hosts = {machine.host_of(rank) for other in near for rank in mesh.ranks_of(other)}
         total += 2 * COMMUNICATOR_BYTES if len(hosts) > 1 or not machine.reaches else 0
@@ -211,8 +222,9 @@ def kv_tokens(spec: ModelSpec, mesh: Mesh, machine: Machine, limits: Limits) -> 
         if memory.kv_tokens < 2:
             left = memory.gpu_bytes - memory.steps_bytes - memory.spare
             raise UserError(
-                f"stage {stage} ({len(mesh.layers_of(stage))} layers) does not fit: {memory.weight_bytes / GIB:.1f} GiB "
-                f"of weights on each GPU, which has room for {max(0.0, left) / GIB:.1f} GiB beside what steps of "
+                f"stage {stage} ({len(mesh.layers_of(stage))} layers) does not fit: "
+                f"{memory.weight_bytes / GIB:.1f} GiB of weights on each GPU, which has room for "
+                f"{max(0.0, left) / GIB:.1f} GiB beside what steps of "
                 f"{limits.chunk} tokens need: more --pp or --tp, another --split, or --kv-memory to ask what if it did"
             )
         found.append(memory.kv_tokens)

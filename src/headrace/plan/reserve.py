@@ -6,6 +6,8 @@ from bisect import bisect_left
 
 MARGIN = 0.02
 """Share of a GPU's memory left alone: fragments, and what the driver and the libraries take later."""
+KV_SHARE, KV_MOST = 0.25, 4 << 30
+"""On a CPU the KV cache gets a quarter of the memory that is free, shared by the host's ranks, and 4 GiB at most."""
 LOGIT_COPIES = 4
 """float32 copies of a step's logits that sampling may hold at once."""
 GRAPH_BYTES = 16 << 20

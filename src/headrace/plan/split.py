@@ -10,7 +10,7 @@ from headrace.mesh import FloatArray, Mesh, best_split, run_costs
 from headrace.plan.cost import kinds_of, places_of
 from headrace.plan.experts import Routing
 from headrace.plan.hardware import Machine
-from headrace.plan.inventory import embedding, head, layer_matrices
+from headrace.plan.inventory import embedding, head
 from headrace.plan.load import Load
 from headrace.plan.memory import Limits, kv_layer_bytes, room
 from headrace.plan.operations import Share
@@ -32,7 +32,8 @@ class Splitter:
     def fastest(self, load: Load, limits: Limits, num_tokens: int) -> tuple[int, ...] | None:
         """The split whose slowest stage takes least at this load; None where none fits.
 
-        Of splits that are as fast within `NEARLY`, the one whose least KV cache is largest. A stage fits that has room for its weights, for steps within the limits, and for a KV cache of `num_tokens`.
+        Of splits that are as fast within `NEARLY`, the one whose least KV cache is largest. A stage fits that has room
+        for its weights, for steps within the limits, and for a KV cache of `num_tokens`.
         """
         return self.fastest_of([(1.0, load)], limits, num_tokens)
 
@@ -71,6 +72,19 @@ class Splitter:
 
         return best_split(crowded, self._mesh.pp)
 
+    def smallest(self, limits: Limits) -> tuple[int, ...] | None:
+        """The split whose worst stage has most left beside its weights, whether or not it fits."""
+        weights_SE = run_costs([self._layer_weights(index) for index in range(self._spec.num_layers)])
+        # The programme takes costs that are not negative.
+        most = max(room(self._spec, self._mesh, self._machine, stage, limits) for stage in range(self._mesh.pp))
+
+        def price(stage: int) -> FloatArray:
+            taken = most - room(self._spec, self._mesh, self._machine, stage, limits) + self._end_bytes(stage)
+            found: FloatArray = weights_SE + taken
+            return found
+
+        return best_split(price, self._mesh.pp)
+
     def _times(self, place: int, loads: Sequence[tuple[float, Load]]) -> tuple[FloatArray, float, float]:
         """Seconds of every run of layers [L + 1, L + 1], of the embedding and of the head."""
         share, tp, at = self._share, self._mesh.tp, self._places[place]
@@ -85,7 +99,7 @@ class Splitter:
 
     def _layer_weights(self, index: int) -> float:
         tp = self._mesh.tp
-        return sum(matrix.bytes * matrix.share(tp) for matrix in layer_matrices(self._spec, index))
+        return sum(matrix.bytes * matrix.share(tp) for matrix in self._kinds[self._of_layer[index]][1])
 
     def _end_bytes(self, stage: int) -> float:
         ends = ([embedding(self._spec)] if stage == 0 else []) + ([head(self._spec)] * (stage == self._mesh.pp - 1))

@@ -16,7 +16,7 @@ from headrace.layers.build import Build
 from headrace.layers.decoder import Decoder
 from headrace.mesh import Mesh, build_mesh
 from headrace.models.registry import build_model, rules_of
-from headrace.plan.reserve import plans_in_window
+from headrace.plan.reserve import KV_MOST, KV_SHARE, plans_in_window
 from headrace.spec import ModelSpec
 from headrace.supervise.devices import gpu_of, ranks_per_gpu
 from headrace.weights.checkpoint import Checkpoint, load
@@ -28,8 +28,6 @@ from headrace.worker.comm import Comm, Devices, connect
 
 OLDEST = (8, 0)
 """Compute capability from which on GPUs have bfloat16 and asynchronous copies."""
-KV_SHARE, KV_MOST = 0.25, 4 << 30
-"""On a CPU the KV cache gets a quarter of the memory that is free, shared by the host's ranks, and 4 GiB at most."""
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,14 @@ from headrace.bench.config import BenchConfig
 from headrace.cli.flags import flags_of
 from headrace.config import ServeConfig
 from headrace.plan.config import SimulateConfig
+from headrace.plan.options import PlanConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROW = re.compile(r"^\| `(--[\w-]+)[^|]*` \| ([^|]+) \|", re.MULTILINE)
 
 
-PAGES = [("serve.md", ServeConfig), ("bench.md", BenchConfig), ("simulate.md", SimulateConfig)]
-BY_PLACE = {("serve.md", "model"), ("simulate.md", "model")}
+PAGES = [("serve.md", ServeConfig), ("bench.md", BenchConfig), ("simulate.md", SimulateConfig), ("plan.md", PlanConfig)]
+BY_PLACE = {("serve.md", "model"), ("simulate.md", "model"), ("plan.md", "model")}
 
 
 @pytest.mark.parametrize(("page", "config"), PAGES)

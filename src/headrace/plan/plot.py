@@ -1,4 +1,4 @@
-"""A picture of a plan: throughput against concurrency for the best layouts, and what fills each stage of the best."""
+"""A picture of a plan: throughput against concurrency for the best layout of each number of stages, and what fills each stage of the best."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from headrace.plan.reads import decode_balance
 from headrace.plan.report import Report, machine_text
 from headrace.plan.search import Layout
 
-BEST = 5
-"""Layouts that are drawn."""
+BEST = 6
+"""Layouts that are drawn at most."""
 SHADES = {
     "weights": "#4c78a8",
     "steps": "#f58518",
@@ -39,7 +39,12 @@ def draw(report: Report, path: Path) -> None:
     """Write the picture. Raises UserError where nothing fits or the file cannot be written."""
     from matplotlib.figure import Figure
 
-    best = [layout for layout in report.layouts if layout.fits][:BEST]
+    # The best of each number of stages: layouts that differ in little else lie on each other.
+    found: dict[int, Layout] = {}
+    for layout in report.layouts:
+        if layout.fits:
+            found.setdefault(layout.mesh.pp, layout)
+    best = list(found.values())[:BEST]
     if not best:
         raise UserError(f"--plot {path}: no layout fits, there is nothing to draw")
     figure = Figure(figsize=(11, 4.4), layout="constrained")
@@ -103,6 +108,7 @@ def _memory(axes: Any, layout: Layout) -> None:
             color="white",
         )
     axes.set_xticks(list(stages))
+    axes.set_xlim(-0.6, max(len(layout.stages), 4) - 0.4)
     axes.set_ylim(0, max(below) * 1.22)
     axes.set_xlabel("stage (with its number of layers)")
     axes.set_ylabel("GiB on each GPU")

@@ -124,10 +124,10 @@ def _lines(report: Report) -> Iterator[str]:
         width = max(len(layout.mesh.name) for layout in out)
         for layout in out:
             worst = max(layout.stages, key=lambda stage: stage.needed_bytes)
-            beside = (worst.steps_bytes + worst.spare) / GIB
+            beside, size = (worst.steps_bytes + worst.spare) / GIB, worst.gpu_bytes / GIB
             yield (
-                f"  {layout.mesh.name:{width}}  {layout.short_bytes / GIB:.1f} GiB short: {worst.weight_bytes / GIB:.1f} "
-                f"of weights and {beside:.1f} beside them on GPUs of {worst.gpu_bytes / GIB:.1f}"
+                f"  {layout.mesh.name:{width}}  {layout.short_bytes / GIB:.1f} short: {worst.weight_bytes / GIB:.1f} "
+                f"of weights and {beside:.1f} beside them on GPUs of {size:.1f}"
             )
     if report.notes:
         yield ""

@@ -132,6 +132,10 @@ def _notes(question: Question, machine: Machine, layouts: list[Layout]) -> list[
             else "no number of such GPUs up to 64 would do"
         )
         return notes
+    if best.mesh.num_ranks < len(machine.gpus):
+        notes.append(
+            f"{best.mesh.num_ranks} of the {len(machine.gpus)} GPUs are used: no layout divides the model over all"
+        )
     worst = best.stages[best.worst]
     left = worst.gpu_bytes - worst.weight_bytes
     if worst.kv_bytes < left * SMALL_SHARE and not machine.gpus[0].is_cpu:

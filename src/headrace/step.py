@@ -207,7 +207,7 @@ class WarmUp(msgspec.Struct, frozen=True):
     prompt_s: float = 0.0
     """To the prompt's token."""
     decode_s: float = 0.0
-    """From there to the next one."""
+    """From one token to the next, at its shortest."""
 
 
 class EngineStatus(msgspec.Struct, frozen=True, tag="status"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -157,9 +158,9 @@ class Engine:
         self._submit(Origin(b"", ""), warm_up(length))
         while self._scheduler.has_work and not self._stopped:
             self._turn()
-        if len(self._token_times_s) > 1:
-            first, second = self._token_times_s[:2]
-            self._warm_up = WarmUp(length, first - began, second - first)
+        times = self._token_times_s
+        if len(times) > 1:
+            self._warm_up = WarmUp(length, times[0] - began, min(b - a for a, b in itertools.pairwise(times)))
 
     # --- one turn ---------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""A picture of a plan: throughput against concurrency for the best layout of each number of stages, and what fills each stage of the best."""
+"""A picture of a plan: throughput by concurrency, the best layout of each number of stages; memory of the best."""
 
 from __future__ import annotations
 

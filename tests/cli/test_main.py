@@ -109,7 +109,10 @@ def test_the_key_may_come_from_the_environment(served: list[ServeConfig], monkey
         ("serve --split 8,x", "headrace serve: --split 8,x: not a list of integers; write it like 8,8,7"),
         ("serve --kv-memory 12Q", "headrace serve: --kv-memory 12Q: not a size; write it like 512MB, 2GiB or 1.5G"),
         ("serve --port 70000", "headrace serve: --port 70000: must be between 0 and 65535"),
-        ("srve", 'headrace: Unknown command "srve". Did you mean "serve"? Available commands: serve, bench, simulate.'),
+        (
+            "srve",
+            'headrace: Unknown command "srve". Did you mean "serve"? Available commands: serve, bench, plan, simulate.',
+        ),
     ],
 )
 def test_a_users_error_is_one_line_and_exit_2(

@@ -271,7 +271,7 @@ def test_configs_that_cannot_be_planned(capsys: pytest.CaptureFixture[str], tmp_
 def test_the_table_says_what_does_not_fit_and_by_how_much(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", str(K2_CONFIG), "--gpu", "rtx-5090", "--gpus", "8"]) == 0
     said = capsys.readouterr().out
-    assert "does not fit:" in said and "GiB short: " in said and "32 such GPUs would do" in said
+    assert "does not fit, by GiB:" in said and " short: " in said and "32 such GPUs would do" in said
 
 
 def test_explain_takes_a_layout_apart(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,7 +48,7 @@ def find_machine(config: HardwareConfig, num_ranks: int | None, look: Look) -> M
 
 
 def machine_of(here: Here, *, lenient: bool = False) -> Machine:
-    """All GPUs of this host. lenient: what the catalogue does not know has its memory, and no rates."""
+    """All GPUs of this host. lenient: what the catalogue does not know has its memory, and rates that mean nothing."""
     kinds = tuple(_unknown(name, memory) if lenient else _kind(name, memory) for name, memory in here.gpus)
     return _joined(kinds, HardwareConfig(), catalogue())
 
@@ -73,7 +73,7 @@ def processors(here: Here, num_ranks: int) -> Machine:
 def _unknown(name: str, memory_bytes: int) -> Gpu:
     if find_gpu(catalogue(), name) is not None:
         return _kind(name, memory_bytes)
-    return Gpu(slug=name, name=name, memory_bytes=memory_bytes, bandwidth=0.0, bf16_flops=0.0, link="pcie4-x16-host")
+    return Gpu(slug=name, name=name, memory_bytes=memory_bytes, bandwidth=1e12, bf16_flops=1e14, link="pcie4-x16-host")
 
 
 def _kind(name: str, memory_bytes: int) -> Gpu:

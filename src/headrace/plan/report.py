@@ -120,7 +120,7 @@ def _lines(report: Report) -> Iterator[str]:
     out = [layout for layout in report.layouts if not layout.fits]
     if out:
         yield ""
-        yield "does not fit:"
+        yield "does not fit, by GiB:"
         width = max(len(layout.mesh.name) for layout in out)
         for layout in out:
             worst = max(layout.stages, key=lambda stage: stage.needed_bytes)

@@ -13,14 +13,14 @@ from headrace.errors import UserError
 from headrace.mesh import Mesh
 from headrace.plan.cost import Roofline
 from headrace.plan.experts import Uniform
-from headrace.plan.hardware import GIB, Machine
+from headrace.plan.hardware import GIB, Machine, catalogue
 from headrace.plan.history import Figures, Start, errors, keep
 from headrace.plan.load import Load
 from headrace.plan.machines import Here, machine_of, processors
 from headrace.plan.memory import Limits, StageMemory, stage_memory
 from headrace.plan.options import DemandConfig, FixedConfig
 from headrace.plan.pace import first_token_s
-from headrace.plan.search import Question, enough_gpus, search
+from headrace.plan.search import Question, enough_gpus, judge, search
 from headrace.spec import ModelSpec
 from headrace.supervise.devices import ranks_per_gpu
 
@@ -83,8 +83,23 @@ def foresee(
         _check_host(mesh, stages, here)
     else:
         _check_gpus(question, mesh, machine, stages, engine)
-    is_timed = all(gpu.bandwidth for gpu in ranks.gpus)
+    is_timed = _is_known(ranks)
     return Forecast(question=question, mesh=mesh, machine=ranks, device=device, stages=stages, is_timed=is_timed)
+
+
+def split_for(spec: ModelSpec, mesh: Mesh, engine: EngineConfig, here: Here) -> tuple[int, ...]:
+    """The split that the plan gives this layout on GPUs; the mesh's own where they are not known, or too few."""
+    if not here.gpus or mesh.pp == 1:
+        return mesh.split
+    machine = machine_of(here, lenient=True)
+    if not _is_known(machine) or mesh.num_ranks > len(machine.gpus):
+        return mesh.split
+    layout = judge(_question(spec, engine, "cuda"), mesh, machine)
+    return layout.mesh.split if layout.fits else mesh.split
+
+
+def _is_known(machine: Machine) -> bool:
+    return all(gpu.is_cpu or gpu.slug in catalogue().gpus for gpu in machine.gpus)
 
 
 def compare(forecast: Forecast, model: str, fields: Mapping[str, Any]) -> tuple[Start, str]:

@@ -12,7 +12,7 @@ from headrace.errors import UserError
 from headrace.mesh import Mesh, build_mesh
 from headrace.spec import ModelSpec
 from headrace.supervise.devices import resolve_device, resolve_dtype
-from headrace.supervise.forecast import Forecast, choose, foresee
+from headrace.supervise.forecast import Forecast, choose, foresee, split_for
 from headrace.supervise.here import look
 from headrace.telemetry.trace import check_path
 from headrace.weights.headers import open_headers
@@ -82,6 +82,8 @@ def prepare(config: ServeConfig, *, say: Callable[[str], None]) -> Prepared:
     if layout.layout == "auto":
         layout = choose(spec, engine, device, here)
     mesh = build_mesh(layout, spec)
+    if layout.split is None and device == "cuda":
+        mesh = replace(mesh, split=split_for(spec, mesh, engine, here))
     forecast = foresee(spec, mesh, engine, device, here)
     engine = replace(engine, layout=replace(layout, split=mesh.split))
     http = replace(config.http, served_name=config.http.served_name or source.name)

@@ -32,7 +32,7 @@ def here(count: int, name: str = PRO[0], mib: int = 97_887) -> Here:
     return Here(gpus=[(name, mib << 20)] * count, cores=8, memory_bytes=64 << 30)
 
 
-def mesh_of(spec: ModelSpec, **degrees: int) -> Mesh:
+def mesh_of(spec: ModelSpec, **degrees: Any) -> Mesh:
     return build_mesh(LayoutConfig(**degrees), spec)
 
 

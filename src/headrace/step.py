@@ -137,6 +137,16 @@ class StageStats(msgspec.Struct, frozen=True):
     """Device memory of each rank's graphs."""
 
 
+class WarmUp(msgspec.Struct, frozen=True):
+    """How long the first request took, from being planned: the first run of what every step does."""
+
+    prompt_tokens: int = 0
+    prompt_s: float = 0.0
+    """To the prompt's token."""
+    decode_s: float = 0.0
+    """From one token to the next, at its shortest."""
+
+
 class EngineStatus(msgspec.Struct, frozen=True, tag="status"):
     """Engine to client: sent at every change of phase and about once a second."""
 
@@ -167,6 +177,7 @@ class EngineStatus(msgspec.Struct, frozen=True, tag="status"):
     """Time the engine spent on scheduling, encoding and results since start."""
     settled: bool = False
     """Whether nothing is in flight and the stages' counters hold all that was."""
+    warm: WarmUp = WarmUp()
 
 
 EngineMessage = Outputs | EngineStatus

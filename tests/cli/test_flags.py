@@ -55,6 +55,7 @@ SERVE = """
 --tp           int                                     1
 --ep           int                                     1
 --split        tuple[int, ...] | None                  None
+--layout       str | None                              None
 --max-running  int                                     256
 --chunk        int | None                              None
 --page-size    int                                     16

@@ -158,6 +158,19 @@ def _doctor_config() -> type[Any]:
     return DoctorConfig
 
 
+def _plan(config: Any) -> int:
+    from headrace.plan.run import plan
+    from headrace.supervise.here import look
+
+    return plan(config, look)
+
+
+def _plan_config() -> type[Any]:
+    from headrace.plan.options import PlanConfig
+
+    return PlanConfig
+
+
 COMMANDS = {
     "serve": Command(
         lambda: ServeConfig,
@@ -167,6 +180,12 @@ COMMANDS = {
     ),
     "bench": Command(
         _bench_config, _bench, "Measure an OpenAI-compatible server: time to first token, throughput, errors."
+    ),
+    "plan": Command(
+        _plan_config,
+        _plan,
+        "Say which layouts of a model fit on a machine and how fast each would be, before a byte is loaded.",
+        ("model",),
     ),
     "simulate": Command(
         _simulate_config,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -35,6 +36,7 @@ from headrace.step import (
     ResetPrefixCache,
     StepResult,
     Submit,
+    WarmUp,
 )
 
 log = logging.getLogger(__name__)
@@ -80,6 +82,9 @@ class Engine:
         self._phase: Phase = "starting"
         self._detail = ""
         self._load_s = 0.0
+        self._warm_up = WarmUp()
+        self._token_times_s: list[float] = []
+        """Of the warm-up."""
         self._stopped = False
         self._next_status_s = 0.0
         self._host_s = 0.0
@@ -166,11 +171,15 @@ class Engine:
         assert self._scheduler is not None and self._config.schedule.chunk is not None
         self._set_phase("warming")
         length = min(self._config.schedule.chunk, self._max_len - 1)
+        began = time.monotonic()
         self._submit(Origin(b"", ""), warm_up(length))
         while self._scheduler.has_work and not self._stopped:
             self._turn()
         self._scheduler.reset_prefix_cache()
         self._scheduler.num_prefix_queries = 0
+        times = self._token_times_s
+        if len(times) > 1:
+            self._warm_up = WarmUp(length, times[0] - began, min(b - a for a, b in itertools.pairwise(times)))
 
     # --- one turn ---------------------------------------------------------------------------------------------------
 
@@ -235,6 +244,8 @@ class Engine:
         assert self._scheduler is not None
         now = time.monotonic()
         events = self._scheduler.commit(result, now)
+        if self._phase == "warming" and events:
+            self._token_times_s.append(now)
         self._flight_since = now if self._scheduler.num_in_flight else None
         by_client: dict[bytes, list[Output]] = {}
         for event in events:
@@ -314,6 +325,7 @@ class Engine:
             stages=stages,
             host_s=self._host_s,
             settled=self._executor.is_settled,
+            warm=self._warm_up,
         )
 
 

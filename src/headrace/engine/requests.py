@@ -13,6 +13,8 @@ from headrace.spec import ModelSpec
 from headrace.step import Submit, unpack
 
 WARM_UP = "warm-up"
+WARM_TOKENS = 5
+"""The first decode step runs what none has run before, those after it show how long one takes."""
 
 
 class Intake:
@@ -42,6 +44,6 @@ class Intake:
 
 
 def warm_up(length: int) -> Submit:
-    """A request that passes every stage: a prompt of `length` tokens, then a decode."""
+    """A request that passes every stage: a prompt of `length` tokens, then a few decodes, as far as there is room."""
     tokens = np.zeros(length, dtype="<i4").tobytes()
-    return Submit(WARM_UP, tokens, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
+    return Submit(WARM_UP, tokens, SamplingParams(temperature=0.0, max_tokens=WARM_TOKENS, ignore_eos=True))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.errors import UserError
-from headrace.plan.hardware import Catalogue, Gpu, Machine, catalogue, read_catalogue
+from headrace.plan.hardware import Catalogue, Gpu, Machine, read_catalogue
 
 MOST_BYTES = 1 << 20
 
@@ -50,9 +50,9 @@ def read_hardware(path: Path) -> HardwareFile:
         with path.open("rb") as file:
             text = file.read(MOST_BYTES).decode()
         tables = tomllib.loads(text)
-        measured = read_catalogue(text)
-        gpus = [measured.gpus[slug] for slug in tables["machine"]["gpus"]]
-        link = measured.links[tables["machine"]["link"]].slug
+        known = read_catalogue({kind: tables.get(kind, {}) for kind in ("gpu", "link", "network")})
+        gpus = [known.gpus[slug] for slug in tables["machine"]["gpus"]]
+        link = known.links[tables["machine"]["link"]].slug
     except OSError as error:
         raise UserError(f"--hardware {path}: {error.strerror or error}") from None
     except KeyError as error:
@@ -61,12 +61,4 @@ def read_hardware(path: Path) -> HardwareFile:
         raise UserError(f"--hardware {path}: not a hardware file: {error}") from None
     if not gpus:
         raise UserError(f"--hardware {path}: names no GPU")
-    known = catalogue()
-    return HardwareFile(
-        path=path,
-        known=replace(
-            measured, links={**known.links, **measured.links}, networks={**known.networks, **measured.networks}
-        ),
-        gpus=tuple(gpus),
-        link=link,
-    )
+    return HardwareFile(path=path, known=known, gpus=tuple(gpus), link=link)

@@ -9,7 +9,7 @@ from pathlib import Path
 from headrace.errors import UserError
 from headrace.mesh import Mesh, build_mesh
 from headrace.plan.arrivals import Arrivals, Ask, Closed, Open, random_times, read_asks
-from headrace.plan.config import MachineConfig, SimulateConfig, WorkloadConfig
+from headrace.plan.config import MachineConfig, SimulateConfig, StepsConfig, WorkloadConfig
 from headrace.plan.cost import Roofline
 from headrace.plan.curve import cost_curve
 from headrace.plan.experts import Routing, Skewed, Uniform
@@ -17,7 +17,7 @@ from headrace.plan.figures import Figures, Setup, figures, to_json, to_text
 from headrace.plan.hardware import Machine, build_machine, catalogue
 from headrace.plan.hardware_file import read_hardware
 from headrace.plan.load import Load
-from headrace.plan.memory import kv_layer_bytes, kv_tokens, weight_bytes
+from headrace.plan.memory import Limits, kv_layer_bytes, kv_tokens, weight_bytes
 from headrace.plan.reads import decode_balance
 from headrace.plan.split import Splitter
 from headrace.plan.virtual import VirtualEngine
@@ -125,16 +125,21 @@ def _fastest(
     splitter = Splitter(spec, mesh, machine, routing)
     steps = config.steps
     for num_tokens in (under_way * max(ask.input + ask.output for ask in asks), 2):
-        split = splitter.fastest(load, chunk=steps.chunk, num_rows=steps.max_running, num_tokens=num_tokens)
+        split = splitter.fastest(load, limits_of(steps), num_tokens)
         if split is not None:
             return replace(mesh, split=split)
     return mesh
 
 
+def limits_of(steps: StepsConfig) -> Limits:
+    """What the flags say of steps."""
+    return Limits(chunk=steps.chunk, max_running=steps.max_running, run_ahead=steps.run_ahead)
+
+
 def _kv_tokens(config: SimulateConfig, spec: ModelSpec, mesh: Mesh, machine: Machine) -> tuple[int, ...]:
     steps = config.steps
     if steps.kv_memory is None:
-        return kv_tokens(spec, mesh, machine, chunk=steps.chunk, num_rows=steps.max_running)
+        return kv_tokens(spec, mesh, machine, limits_of(steps))
     stages = [sum(kv_layer_bytes(spec, mesh.tp, index) for index in mesh.layers_of(stage)) for stage in range(mesh.pp)]
     return tuple(steps.kv_memory // each for each in stages)
 

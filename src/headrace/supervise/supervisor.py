@@ -16,6 +16,7 @@ from headrace.config import ServeConfig
 from headrace.errors import UserError
 from headrace.supervise.child import Ended, Progress, Ready
 from headrace.supervise.failure import failures_in, settle
+from headrace.supervise.forecast import compare, remember
 from headrace.supervise.group import Event, ProcessGroup
 from headrace.supervise.launch import Command, engine_commands
 from headrace.supervise.life import Life
@@ -173,6 +174,10 @@ def _announce(prepared: Prepared, screen: Screen) -> OnReady:
         )
         for line in lines:
             screen.line(line)
+        if prepared.forecast is not None:
+            start, line = compare(prepared.forecast, prepared.name, engine)
+            screen.line(line)
+            remember(start)
         if config.json_ready:
             text = ready_json(url=url, pid=os.getpid(), mesh=prepared.mesh, fields=engine, ready_s=ready_s)
             # Whoever asked may have gone; the service goes on.

@@ -17,6 +17,7 @@ from headrace.layers.build import Build
 from headrace.layers.decoder import Decoder
 from headrace.mesh import Mesh, build_mesh
 from headrace.models.registry import build_model, rules_of
+from headrace.plan.reserve import KV_MOST, KV_SHARE, plans_in_window
 from headrace.spec import ModelSpec
 from headrace.supervise.devices import gpu_of, ranks_per_gpu
 from headrace.weights.checkpoint import Checkpoint, load
@@ -28,8 +29,6 @@ from headrace.worker.comm import Comm, Devices, connect
 
 OLDEST = (8, 0)
 """Compute capability from which on GPUs have bfloat16 and asynchronous copies."""
-KV_SHARE, KV_MOST = 0.25, 4 << 30
-"""On a CPU the KV cache gets a quarter of the memory that is free, shared by the host's ranks, and 4 GiB at most."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,9 @@ def bring_up(config: EngineConfig, rank: int, store: str, progress: Callable[[in
     dtype = getattr(torch, config.model.dtype)
     assert config.schedule.run_ahead is not None
     devices = None if device.type == "cpu" else _devices(config, mesh, spec, dtype)
-    comm = connect(mesh, rank, store, config.run.timeout_s, mesh.pp + config.schedule.run_ahead, devices)
+    comm = connect(
+        mesh, rank, store, config.run.timeout_s, plans_in_window(mesh.pp, config.schedule.run_ahead), devices
+    )
     started = time.monotonic()
     drawn = config.model.routing == "uniform"
     counter = torch.zeros(1, dtype=torch.int64, device=device) if drawn else None

@@ -242,6 +242,20 @@ def test_shared_pages_let_more_requests_in() -> None:
     assert running[1] >= 7
 
 
+def test_an_abort_frees_what_nobody_else_holds() -> None:
+    driver = Driver(config(num_stages=2))
+    names = [driver.submit([*PREFIX, i], max_tokens=30) for i in range(3)]
+    for _ in range(4):
+        driver.step()
+    used = driver.scheduler.num_pages_used
+    assert used == 3 + 3
+    for number, name in enumerate(names, 1):
+        assert driver.abort(name)
+        assert driver.scheduler.num_pages_used == (used - number if number < 3 else 0)
+    driver.run()
+    driver.check()
+
+
 def test_a_preempted_request_resumes_from_its_pages() -> None:
     driver = Driver(config(num_stages=1, page_size=4, num_pages=12, headroom=0))
     for _ in range(3):

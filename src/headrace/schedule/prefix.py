@@ -56,7 +56,8 @@ class PrefixCache:
         node, size = job.node, self.pool.page_size
         if node is None or job.num_computed < job.capacity or job.prompt_logprobs is not None:
             return 0
-        self.enter(job)
+        if job.num_entered < len(job.pages):
+            self.enter(job)
         first = index = len(job.pages)
         last = (job.num_tokens - 1) // size
         node = job.node
@@ -77,15 +78,18 @@ class PrefixCache:
 
     def enter(self, job: Job) -> None:
         """Let others find the job's pages that are full of known tokens, all computed by plans that are made."""
-        node, size = job.node, self.pool.page_size
+        node, nodes, size = job.node, self._nodes, self.pool.page_size
+        if node is None:
+            return
         full = min(job.num_known, job.num_computed) // size
-        if node is None or full <= job.num_entered:
+        if full <= job.num_entered:
             return
         for index in range(job.num_entered, full):
             tokens = job.page_tokens(index, size)
-            below = self._nodes.get((node, tokens))
+            key = (node, tokens)
+            below = nodes.get(key)
             if below is None:
-                below = self._nodes[node, tokens] = Node(node, tokens)
+                below = nodes[key] = Node(node, tokens)
                 node.num_below += 1
             if below.page < 0:
                 self._hold(below, job.pages[index])

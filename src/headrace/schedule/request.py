@@ -149,11 +149,12 @@ class Job:
 
     def page_tokens(self, index: int, size: int) -> bytes:
         """The known tokens of its page `index`, packed."""
-        first, last = index * size, (index + 1) * size
+        first, num_prompt = index * size, self.num_prompt
+        last = first + size
+        if first >= num_prompt:
+            return pack(self.generated[first - num_prompt : last - num_prompt])
         tokens = self.request.tokens[first * TOKEN_BYTES : last * TOKEN_BYTES]
-        if last <= self.num_prompt:
-            return tokens
-        return tokens + pack(self.generated[max(0, first - self.num_prompt) : last - self.num_prompt])
+        return tokens if last <= num_prompt else tokens + pack(self.generated[: last - num_prompt])
 
     def register(self, slot: int) -> Register:
         """Begin a life on a slot, with every token known so far."""

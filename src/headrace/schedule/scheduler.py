@@ -272,6 +272,8 @@ class Scheduler:
 
     def _fits(self, picked: list[tuple[Job, int]]) -> bool:
         """Whether the free pages hold all picked rows."""
+        if self._pool.num_free >= self.config.chunk:  # no row needs more pages than it has tokens
+            return True
         needed = 0
         for job, count in picked:
             end = job.num_computed + count

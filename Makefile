@@ -15,7 +15,7 @@ DONE := $(VENV)/.done
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 QUIET := -qq --progress-bar off
 
-# A seventh of what is installed is ever imported. It is compiled then, once, rather than all of it before anything runs.
+# Little of what is installed is ever imported. It is compiled then, once, rather than all of it before anything runs.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo serve test check parity gpu-test gpu-bench clean

@@ -52,7 +52,7 @@ def write_tiny_gguf(
 
 @contextmanager
 def parsed_once() -> Iterator[None]:
-    """What transformers asks of `gguf` again and again for one file, it gets from memory: minutes become seconds."""
+    """What transformers asks of `gguf` again and again for one file, it gets from memory: half the time goes."""
     reader, names = functools.cache(gguf.GGUFReader), functools.cache(gguf.get_tensor_name_map)
     with mock.patch.object(gguf, "GGUFReader", reader), mock.patch.object(gguf, "get_tensor_name_map", names):
         yield

@@ -78,6 +78,9 @@ def _flag(case: Case, name: str) -> str | None:
 def test_no_pair_is_left_out() -> None:
     every = set().union(*map(matrix.pairs_of, matrix.combinations()))
     assert every == set().union(*map(matrix.pairs_of, matrix.pairwise())), "choose anew: python -m tests.parity.choose"
+    for factor in ("pp", "ranks", "split", "chunk", "page_size", "pressure", "load"):
+        met = {(getattr(case, factor), case.run_ahead) for case in matrix.pairwise()}
+        assert len(met) == 3 * len({value for value, _ in met}), f"{factor}: another start of run_ahead's choice"
 
 
 @pytest.mark.parametrize("case", matrix.pairwise(), ids=lambda case: case.name)

@@ -30,7 +30,7 @@ def main() -> None:
 
     def work() -> None:
         # Here, not above: whatever goes wrong in importing torch is reported like everything else. Nothing that an
-        # import makes is garbage: looking for it takes a tenth of the start, and would take its time again in steps.
+        # import makes is garbage: looking for it takes a tenth of the start or more.
         gc.disable()
         import torch
 

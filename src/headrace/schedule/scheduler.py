@@ -316,7 +316,6 @@ class Scheduler:
     def _grow(self, job: Job, end: int, flight: Flight) -> None:
         """Give the job pages up to position `end`, and tell the workers of all that it got."""
         if end > job.capacity:
-            self._prefix.enter(job)  # by now the last tokens of its last page are known, but for those that ran ahead
             job.pages += self._pool.allocate(self._pool.pages_for(end) - len(job.pages))
             job.capacity = len(job.pages) * self._pool.page_size
         flight.tell_pages(job)

@@ -262,8 +262,8 @@ class Scheduler:
             for job in self._prefilling:
                 self._follow(job)
             prompts = [(job.num_computed, job.num_tokens - job.num_computed) for job in self._prefilling]
-            num_beside = -(-(len(self._running) - len(self._prefilling)) // self._ways)
-            counts = prompt_counts(prompts, self.config.chunk - num_decodes, num_beside, self.config.curve)
+            room, num_decoding = self.config.chunk - num_decodes, len(self._running) - len(self._prefilling)
+            counts = prompt_counts(prompts, room, num_decoding, self._ways, self.config.curve)
             picked += [(job, count) for job, count in zip(self._prefilling, counts, strict=True) if count]
         return num_decodes, picked
 

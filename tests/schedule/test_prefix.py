@@ -104,16 +104,19 @@ def test_nothing_past_a_stop_is_found(run_ahead: int) -> None:
     driver.check()
 
 
-def test_an_answer_is_found_while_it_is_being_given() -> None:
-    driver = Driver(config(num_stages=1))
-    driver.submit([5, 6, 7], 30)
-    for _ in range(12):
-        driver.step()
-    known = driver.requests["r0"].tokens
-    driver.submit([5, 6, 7, *known], 1)
-    driver.run()
-    assert driver.requests["r1"].num_cached == 12
-    driver.check()
+def test_an_answer_is_found_when_it_has_ended_however_it_ended() -> None:
+    for aborted in (False, True):
+        driver = Driver(config(num_stages=1))
+        driver.submit([5, 6, 7], 30 if aborted else 13)
+        for _ in range(12):
+            driver.step()
+        assert driver.scheduler._prefix._root.num_below == 1, "its own place, and nothing below"
+        if aborted:
+            driver.abort("r0")
+        driver.run()
+        finish(driver, [5, 6, 7, *driver.requests["r0"].tokens], 1)
+        assert driver.requests["r1"].num_cached == 12
+        driver.check()
 
 
 # --- who computes what is not there -----------------------------------------------------------------------------------

@@ -29,6 +29,6 @@ class CostCurve:
         b = 2 * self.token + self.pair * (2 * start + 1)
         return (isqrt(b * b + 8 * self.pair * cost) - b) // (2 * self.pair)
 
-    def beside(self, num_decodes: int) -> int:
-        """What the prompts of a plan may cost where microbatches of so many decode rows run: about as much as these."""
+    def microbatch(self, num_decodes: int) -> int:
+        """Of a plan of so many decode rows."""
         return self.step + self.token * num_decodes

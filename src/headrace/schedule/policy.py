@@ -36,19 +36,23 @@ def prompt_budget(num_waiting: int, room: int) -> int:
     return -(-num_waiting // num_plans)
 
 
-def prompt_counts(prompts: Sequence[tuple[int, int]], room: int, num_beside: int, curve: CostCurve | None) -> list[int]:
+def prompt_counts(
+    prompts: Sequence[tuple[int, int]], room: int, num_decoding: int, ways: int, curve: CostCurve | None
+) -> list[int]:
     """How many tokens of each prompt the next plan takes.
 
     prompts: (start, tokens to go) of each, in the order of their turns.
     room: the most tokens of all together.
-    num_beside: decode rows of a microbatch, 0 where nothing decodes. Where something does, the prompts of a plan cost
-        about what these cost; far into a long prompt that is fewer tokens.
+    num_decoding: requests that decode, spread over `ways` microbatches. Where there are any, the prompts of a plan cost
+        about what a microbatch does, and more where many are at their prompts and few decode: so many times as there
+        are requests for each that decodes. Far into a long prompt that is fewer tokens.
     """
-    if curve is None or not num_beside or not room:
+    if curve is None or not num_decoding or not room:
         remaining = [length for _, length in prompts]
         return share_budget(prompt_budget(sum(remaining), room), remaining)
     costs = [curve.cost(start, length) for start, length in prompts]
-    budget = prompt_budget(sum(costs), min(curve.beside(num_beside), curve.token * room))
+    most = curve.microbatch(-(-num_decoding // ways)) * (num_decoding + len(prompts)) // num_decoding
+    budget = prompt_budget(sum(costs), min(most, curve.token * room))
     shares = share_budget(budget, costs)
     counts = [curve.tokens(start, share) for (start, _), share in zip(prompts, shares, strict=True)]
     counts[0] = max(1, counts[0])

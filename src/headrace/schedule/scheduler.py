@@ -265,8 +265,8 @@ class Scheduler:
             for job in self._prefilling:
                 self._follow(job)
             prompts = [(job.num_computed, job.num_tokens - job.num_computed) for job in self._prefilling]
-            num_beside = -(-(len(self._running) - len(self._prefilling)) // self._ways)
-            counts = prompt_counts(prompts, self.config.chunk - num_decodes, num_beside, self.config.curve)
+            room, num_decoding = self.config.chunk - num_decodes, len(self._running) - len(self._prefilling)
+            counts = prompt_counts(prompts, room, num_decoding, self._ways, self.config.curve)
             picked += [(job, count) for job, count in zip(self._prefilling, counts, strict=True) if count]
         return num_decodes, picked
 
@@ -319,7 +319,6 @@ class Scheduler:
     def _grow(self, job: Job, end: int, flight: Flight) -> None:
         """Give the job pages up to position `end`, and tell the workers of all that it got."""
         if end > job.capacity:
-            self._prefix.enter(job)  # by now the last tokens of its last page are known, but for those that ran ahead
             job.pages += self._pool.allocate(self._pool.pages_for(end) - len(job.pages))
             job.capacity = len(job.pages) * self._pool.page_size
         flight.tell_pages(job)

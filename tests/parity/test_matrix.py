@@ -16,7 +16,7 @@ from tests.parity.reference import check, prompts
 from tests.parity.server import complete, metric, names_of, served
 from tests.tiny import TINY, VOCAB, load_reference, write_tiny
 
-MAX_TOKENS = {9: 16, 40: 8}
+MAX_TOKENS = {9: 12, 40: 6}
 """By load."""
 TIGHT_TOKENS = 40
 """With tight pages: more than the room for growth that an admission leaves."""

@@ -1,4 +1,4 @@
-"""The embedded model: sensible text from three stages, equal to `transformers` on the file, and from two in the fast type."""
+"""The embedded model says from three stages what `transformers` does on its file, and makes sense in the fast type."""
 
 from __future__ import annotations
 

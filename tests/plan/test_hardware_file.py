@@ -84,7 +84,6 @@ def test_layouts_that_do_not_do(path: Path, ranks: int, hosts: int, network: str
     [
         ('"old", ', '"odd", ', "'odd' is missing"),
         ('link = "bus"\n[assumed]', 'link = "odd"\n[assumed]', "'odd' is missing"),
-        ("[network]", "", "'network' is missing"),
         ("[machine]", "[else]", "'machine' is missing"),
         ("memory_gib = 64\n", "", "'memory_gib' is missing"),
         ("memory_gib = 64", 'memory_gib = "x"', "not a hardware file"),

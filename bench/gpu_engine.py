@@ -174,7 +174,8 @@ def _measure_layout(session: Session, layout: str, split: str) -> None:
             row = _decode(llm, plan, count) if kind == "decode" else _prefill(llm, plan)
             after = llm.settle().stages
             _check_backend(after, plan)
-            row["busy"], before = busy_shares(before, after), after
+            shares, before = busy_shares(before, after), after
+            row.setdefault("busy", shares)
             session.cell_cost_s[kind] = max(session.cell_cost_s.get(kind, 0.0), time.monotonic() - began)
             row = head | row | {"key": _key(session, layout, split, kind, count), "kind": kind}
             _append(plan.out, row)
@@ -214,17 +215,22 @@ def _decode(llm: LLM, plan: Plan, count: int) -> Row:
     source = random.Random(count)
     lengths = (plan.short, plan.short + plan.output)
     _timed(llm, source, count, plan.prompt, plan.short)
-    rates = []
+    rates, spent = [], []
     for _ in range(plan.repeats):
-        times = [_timed(llm, source, count, plan.prompt, length) for length in lengths]
+        times = []
+        marks = [llm.settle().stages]
+        for length in lengths:
+            times.append(_timed(llm, source, count, plan.prompt, length))
+            marks.append(llm.settle().stages)
         rates.append(count * plan.output / (times[1] - times[0]))
+        spent.append(marks)
     rate = statistics.median(rates)
     floor = decode_floor(llm.spec, llm.mesh, count, plan.bytes_per_s)
     best, split = best_decode_floor(llm.spec, llm.mesh, count, plan.bytes_per_s)
     return {
         "requests": count, "prompt": plan.prompt, "short": plan.short, "output": plan.output, "rate": rate,
         "rates": rates, "spread": (max(rates) - min(rates)) / rate, "step_ms": 1e3 * count / rate,
-        "floor": floor, "best_floor": best, "best_split": list(split),
+        "floor": floor, "best_floor": best, "best_split": list(split), "busy": decode_shares(spent),
     }  # fmt: skip
 
 
@@ -268,6 +274,27 @@ def busy_shares(before: Sequence[StageStats], after: Sequence[StageStats]) -> li
         active = stage.active_s - (old.active_s if old else 0.0)
         busy = stage.busy_s - (old.busy_s if old else 0.0)
         shares.append(round(busy / active, 3) if active > 0 else None)
+    return shares
+
+
+def decode_shares(spent: Sequence[Sequence[Sequence[StageStats]]]) -> list[float]:
+    """By stage: busy over active time of the steps by which the longer outputs exceed the shorter.
+
+    spent: by repeat, statuses before the shorter outputs, between, and after the longer ones. So prompts cancel, and
+    what a step of a new shape costs once.
+    """
+
+    def gained(before: StageStats, after: StageStats) -> tuple[float, float]:
+        return after.busy_s - before.busy_s, after.active_s - before.active_s
+
+    shares = []
+    for stage in range(len(spent[0][0])):
+        busy = active = 0.0
+        for before, between, after in spent:
+            short, long = gained(before[stage], between[stage]), gained(between[stage], after[stage])
+            busy += long[0] - short[0]
+            active += long[1] - short[1]
+        shares.append(round(busy / active, 3))
     return shares
 
 

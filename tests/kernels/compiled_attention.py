@@ -37,6 +37,7 @@ def compiled(
 
 
 WHOLE: dict[str, Any] = {"partial": None, "lse": None, "CHUNKS": True, "SPLIT": False, "PREC": "tf32", "S": 64}
+WHOLE |= {"PDL": True}
 
 
 def sizes(tiles: tiling.Tiles) -> dict[str, int]:
@@ -75,7 +76,7 @@ def hopper(target: int, limit: int) -> tuple[int, Any]:
     """(limit, compiled) for K2, the kernel of sm_90."""
     constants = {
         "H": 64, "V": 512, "C": 576, "S": 64, "BLOCK_M": mla_hopper.BLOCK_M, "BLOCK_N": mla_hopper.BLOCK_N,
-        "CHUNKS": False, "SPLIT": True, "row_count": None, "row_offset": None,
+        "CHUNKS": False, "SPLIT": True, "row_count": None, "row_offset": None, "PDL": True,
     }  # fmt: skip
     return limit, compiled(
         mla_hopper.latent_sm90, constants, target, {"num_warps": mla_hopper.NUM_WARPS}, GluonASTSource

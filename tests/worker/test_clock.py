@@ -135,7 +135,11 @@ class Issued:
 
 def issue(clocks: DeviceClocks, stream: Stream, wait: Part | None, times: tuple[int, ...], *, sends: bool) -> Issued:
     gap, taking, waits, computing, sending = times
-    stream.at += gap
+    before = stream.at
+    if gap:  # the host issues it when the step before has ended
+        stream.time.now = max(stream.time.now, stream.at + gap)
+    stream.at = max(stream.at, stream.time.now)
+    gap = stream.at - before
     one = clocks.start(0)
     stream.at += taking
     if wait is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from headrace.kernels.jit import jit, tl, triton
+from headrace.kernels.jit import await_inputs, jit, launch_options, let_next_start, tl, triton
 from headrace.kernels.norm import FLOATS
 
 BLOCK = 1024
@@ -25,14 +25,16 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 @jit
 def _silu_mul_kernel(  # type: ignore[no-untyped-def]
-    gate_up_ptr, y_ptr, row_stride, width, BLOCK: tl.constexpr
+    gate_up_ptr, y_ptr, row_stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
     source = gate_up_ptr + row * row_stride + column
     gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(source + width, mask=mask, other=0.0).to(tl.float32)
+    let_next_start(PDL)
     y = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(y_ptr + row * width + column, y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -50,5 +52,5 @@ def silu_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
         block = min(BLOCK, triton.next_power_of_2(width))
         grid = (rows, triton.cdiv(width, block))
         warps = max(1, min(4, block // 256))
-        _silu_mul_kernel[grid](gate_up, y, stride, width, BLOCK=block, num_warps=warps)
+        _silu_mul_kernel[grid](gate_up, y, stride, width, BLOCK=block, num_warps=warps, **launch_options(y.device))
     return y

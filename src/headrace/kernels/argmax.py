@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.kernels.jit import jit, tl, triton
+from headrace.kernels.jit import await_inputs, jit, launch_options, let_next_start, tl, triton
 
 CHUNK = 2048
 
@@ -55,8 +55,10 @@ def argmax_reference(logits_RV: torch.Tensor) -> torch.Tensor:
 @jit
 def _peak_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, value_ptr, index_ptr, nan_ptr, stride, V, SPAN: tl.constexpr, CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The best of one span of a row, its lowest id, and whether the span holds a NaN."""
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     best = tl.full([CHUNK], float("-inf"), tl.float32)
@@ -68,6 +70,7 @@ def _peak_kernel(  # type: ignore[no-untyped-def]
         nans |= (x != x).to(tl.int32)
         where = tl.where(x > best, token, where)  # a NaN is not greater than anything
         best = tl.where(x > best, x, best)
+    let_next_start(PDL)
     peak = tl.max(best, 0)
     out = row * tl.num_programs(1) + part
     tl.store(value_ptr + out, peak)
@@ -94,8 +97,9 @@ def best_of_row(  # type: ignore[no-untyped-def]
 
 @jit
 def _best_kernel(  # type: ignore[no-untyped-def]
-    value_ptr, index_ptr, nan_ptr, best_ptr, parts, PARTS: tl.constexpr,
+    value_ptr, index_ptr, nan_ptr, best_ptr, parts, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     _, token, sound = best_of_row(value_ptr, index_ptr, nan_ptr, row, parts, PARTS)
     tl.store(best_ptr + row, token.to(tl.int64))
@@ -115,6 +119,7 @@ def find_peaks(logits_RV: torch.Tensor, chunk: int) -> Peaks:
     index, nans = (torch.empty(rows, parts, dtype=torch.int32, device=device) for _ in range(2))
     _peak_kernel[(rows, parts)](
         logits_RV, value, index, nans, logits_RV.stride(0), vocab, SPAN=span, CHUNK=chunk, num_warps=4,
+        **launch_options(device),
     )  # fmt: skip
     return Peaks(value, index, nans)
 
@@ -133,5 +138,6 @@ def launch_argmax(logits_RV: torch.Tensor, chunk: int = CHUNK) -> torch.Tensor:
             peaks.parts,
             PARTS=triton.next_power_of_2(peaks.parts),
             num_warps=1,
+            **launch_options(best_2R.device),
         )
     return best_2R

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 
 from headrace.kernels.device import limits
-from headrace.kernels.jit import jit, tl, triton
+from headrace.kernels.jit import await_inputs, jit, launch_options, let_next_start, tl, triton
 
 SHARED_SM90 = 232448
 SHARED_SM120 = 101376
@@ -159,8 +159,10 @@ def finish(acc, top, mass):  # type: ignore[no-untyped-def]
 def _merge(  # type: ignore[no-untyped-def]
     partial, lse, out, row_slot, row_start, row_count, row_offset, num_heads, num_splits, least, most_tokens,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Z: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One token, head and block of dims: the parts weighted by the mass that each one saw; padding becomes zeros."""
+    await_inputs(PDL)
     row, head, dims = tl.program_id(1), tl.program_id(2) // tl.cdiv(D, BLOCK_D), tl.program_id(2) % tl.cdiv(D, BLOCK_D)
     at = tl.program_id(0)
     start, count, token = tl.load(row_start + row), 1, row
@@ -196,6 +198,7 @@ def _merge(  # type: ignore[no-untyped-def]
         mass = mass * tl.exp2(most - new) + tl.sum(weight, 0)
         most = new
     acc = acc / tl.where(mass > 0, mass, 1.0)
+    let_next_start(PDL)
     tl.store(out + first * D + d, acc.to(out.dtype.element_ty), mask=d < D)
 
 
@@ -212,6 +215,7 @@ def merge(
     _merge[(max_count, row_slot.shape[0], heads * triton.cdiv(dim, block_d))](
         partial_RHZD, lse_RHZ, out_THD, row_slot, row_start, row_count, row_offset, heads, splits, least, max_count,
         D=dim, BLOCK_D=block_d, BLOCK_Z=max(2, MERGE_TILE // block_d), BLOCK_N=block_n, CHUNKS=row_count is not None,
+        **launch_options(out_THD.device),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.kernels.jit import jit, tl, triton
+from headrace.kernels.jit import await_inputs, jit, launch_options, let_next_start, tl, triton
 
 _BLOCK_D = 1024
 
@@ -46,9 +46,10 @@ def combine_reference(
 @jit
 def _combine_kernel(  # type: ignore[no-untyped-def]
     y_ptr, weights_ptr, ids_ptr, shared_ptr, out_ptr, start, stop, D, K: tl.constexpr, SHARED: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token and one run of columns a program."""
+    await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     real = columns < D
@@ -62,6 +63,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
         total += tl.where(here, weight, 0.0) * row
     if SHARED:
         total += tl.load(shared_ptr + token * D + columns, mask=real, other=0.0).to(tl.float32)
+    let_next_start(PDL)
     tl.store(out_ptr + token * D + columns, total.to(out_ptr.dtype.element_ty), mask=real)
 
 
@@ -98,5 +100,6 @@ def launch_combine(
             SHARED=shared_TD is not None,
             BLOCK_D=block,
             num_warps=num_warps,
+            **launch_options(out.device),
         )
     return out

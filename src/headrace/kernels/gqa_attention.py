@@ -22,7 +22,7 @@ from headrace.kernels.attention_tiles import (
     shared_limit,
     split_length,
 )
-from headrace.kernels.jit import jit, tl, triton
+from headrace.kernels.jit import await_inputs, jit, launch_options, let_next_start, tl, triton
 
 LOG2_E = 1.4426950408889634
 PLACES = 2
@@ -35,10 +35,12 @@ def _paged(  # type: ignore[no-untyped-def]
     num_splits, least, most_tokens, scale_log2,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, SPLIT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of (position, head of the group) pairs of one row and KV head, over one part of its context."""
     tile, row = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # longest contexts first
     kv, split = tl.program_id(2) // num_splits, tl.program_id(2) % num_splits
+    await_inputs(PDL)
     slot, start, count, offset = tl.load(row_slot + row), tl.load(row_start + row), 1, row
     if CHUNKS:
         count, offset = tl.load(row_count + row), tl.load(row_offset + row)
@@ -75,6 +77,7 @@ def _paged(  # type: ignore[no-untyped-def]
         s = tl.where((pos < hi)[None, :] & (pos[None, :] <= (start + at)[:, None]), s, -float("inf"))
         p, keep, top, mass = fold(s, top, mass)
         acc = tl.dot(p.to(v_ND.dtype), v_ND, acc * keep[:, None], input_precision=PREC)
+    let_next_start(PDL)
     acc, logarithm = finish(acc, top, mass)
     stored = valid[:, None] & (d < D)[None, :]
     if SPLIT and start + count > part:  # else this is the row's only part: there is nothing to merge
@@ -159,7 +162,7 @@ def gqa_kernel(
         page_table.stride(0), q_THD.stride(0), num_splits, least, max_count, scale * LOG2_E,
         K=kv_heads, G=groups, D=dim, S=size, BLOCK_D=padded(dim), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
         CHUNKS=row_count is not None, SPLIT=num_splits > 1, PREC=PRECISION[q_THD.dtype], STAGES=tiles.num_stages,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **launch_options(q_THD.device),
     )  # fmt: skip
     if partial is not None and lse is not None:
         merge(partial, lse, out, row_slot, row_start, row_count, row_offset, max_count, least, tiles.block_n)

@@ -173,19 +173,19 @@ class Tile:
         return blocks * -(-row_blocks // (self.wr * self.rb // (2 if gated else 1)))
 
 
-# (gated, pairs at most, steps of 64 columns at least) → tile: the first that holds. Measured on one H200 at 1 to 128
-# tokens of 8 choices, K2's shapes whole and halved. Gate and up start while the shared experts still run beside them:
-# of a persistent grid (waves) some blocks would start late and end late. For whole down of many pairs the persistent
-# form is 4% faster alone and 1% slower in the engine, where it starts while gate and up still run.
+# (gated, pairs at most, steps of 64 columns at least) → tile: the first that holds. Measured on one H200 at 1 to 188
+# tokens of 8 choices, K2's shapes whole and halved; those for many pairs under load that lasts, at the power limit: two
+# row blocks a warp read their tokens once. Gate and up start while the shared experts still run beside them: of a
+# persistent grid (waves) some blocks would start late and end late. Whole down of many pairs starts beside gate and up.
 _TILES: tuple[tuple[bool, int, int, Tile], ...] = (
     (True, 16, 16, Tile()),
     (True, 768, 16, Tile(ks=2, minb=8)),
-    (True, 1 << 30, 64, Tile()),
+    (True, 1 << 30, 64, Tile(ks=2, wr=1, rb=2, minb=10)),
     (True, 1 << 30, 16, Tile(ks=2, minb=8)),
     (True, 1 << 30, 0, Tile(ks=1, wr=4, pf=2)),
     (False, 32, 32, Tile(ks=2, minb=8, waves=1)),
     (False, 256, 32, Tile(ks=1, wr=4, minb=8, waves=1)),
-    (False, 1 << 30, 32, Tile(ks=2, wr=4)),
+    (False, 1 << 30, 32, Tile(ks=1, wr=2, rb=2, minb=10)),
     (False, 1 << 30, 16, Tile(ks=1, wr=4, minb=8, waves=1)),
     (False, 1 << 30, 0, Tile(ks=1, wr=4, pf=2)),
 )

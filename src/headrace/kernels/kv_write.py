@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.kernels.jit import jit, tl, triton
+from headrace.kernels.jit import await_inputs, jit, launch_options, tl, triton
 from headrace.kernels.norm import FLOATS
 
 
@@ -51,8 +51,9 @@ def write_latent(latent_TC: torch.Tensor, cache_NSC: torch.Tensor, slots_T: torc
 @jit
 def _write_kernel(  # type: ignore[no-untyped-def]
     first_ptr, second_ptr, cache_ptr, slots_ptr, first_stride, second_stride, slot_stride, width,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     column = tl.arange(0, BLOCK)
@@ -74,5 +75,5 @@ def write_rows_triton(parts: tuple[torch.Tensor, ...], cache: torch.Tensor, slot
     if tokens:
         _write_kernel[(tokens, len(parts))](
             parts[0], parts[-1], cache, slots_T, parts[0].stride(0), parts[-1].stride(0), slot_stride(cache), width,
-            BLOCK=triton.next_power_of_2(width),
+            BLOCK=triton.next_power_of_2(width), **launch_options(cache.device),
         )  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.kernels.jit import jit, tl, triton
+from headrace.kernels.jit import await_inputs, jit, launch_options, let_next_start, tl, triton
 from headrace.kernels.kv_write import slot_stride, write_latent
 from headrace.kernels.norm import FLOATS, rms_norm
 from headrace.kernels.rotary import check_tables, deinterleave, rotate
@@ -72,6 +72,7 @@ def _prepare_latent_kernel(  # type: ignore[no-untyped-def]
     a_ptr, q_ptr, cache_ptr, q_weight_ptr, kv_weight_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr,
     a_stride, slot_stride, table_stride, q_dim, rank, half, eps,
     NORM: tl.constexpr, INTERLEAVED: tl.constexpr, Q_BLOCK: tl.constexpr, C_BLOCK: tl.constexpr, HALF: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     row = a_ptr + token * a_stride
@@ -79,6 +80,7 @@ def _prepare_latent_kernel(  # type: ignore[no-untyped-def]
         column = tl.arange(0, C_BLOCK)
         pair = tl.arange(0, HALF)
         weight = tl.load(kv_weight_ptr + column, mask=column < rank, other=0.0)
+        await_inputs(PDL)
         position = tl.load(positions_ptr + token)
         slot = tl.load(slots_ptr + token)
         latent = tl.load(row + q_dim + column, mask=column < rank, other=0.0).to(tl.float32)
@@ -90,6 +92,7 @@ def _prepare_latent_kernel(  # type: ignore[no-untyped-def]
         cos = tl.load(cos_ptr + position * table_stride + pair, mask=pair < half, other=0.0).to(tl.float32)
         sin = tl.load(sin_ptr + position * table_stride + pair, mask=pair < half, other=0.0).to(tl.float32)
         normed = latent * tl.rsqrt(tl.sum(latent * latent, axis=0) / rank + eps) * weight.to(tl.float32)
+        let_next_start(PDL)
         target = cache_ptr + slot * slot_stride
         kept = slot >= 0
         element = cache_ptr.dtype.element_ty
@@ -99,8 +102,10 @@ def _prepare_latent_kernel(  # type: ignore[no-untyped-def]
     elif NORM:  # without it there is no such program
         wide = tl.arange(0, Q_BLOCK)
         q_weight = tl.load(q_weight_ptr + wide, mask=wide < q_dim, other=0.0)
+        await_inputs(PDL)
         q = tl.load(row + wide, mask=wide < q_dim, other=0.0).to(tl.float32)
         q = q * tl.rsqrt(tl.sum(q * q, axis=0) / q_dim + eps) * q_weight.to(tl.float32)
+        let_next_start(PDL)
         tl.store(q_ptr + token * q_dim + wide, q.to(q_ptr.dtype.element_ty), mask=wide < q_dim)
 
 
@@ -130,6 +135,7 @@ def prepare_latent_triton(
             a_TA.stride(0), slot_stride(cache_NSZ), cos.stride(0), q_dim, rank, rope_dim // 2, eps,
             NORM=q_norm_w is not None, INTERLEAVED=interleaved, Q_BLOCK=q_block,
             C_BLOCK=triton.next_power_of_2(rank), HALF=triton.next_power_of_2(rope_dim // 2), num_warps=4,
+            **launch_options(a_TA.device),
         )  # fmt: skip
     return q_TQ
 
@@ -139,6 +145,7 @@ def _absorb_query_kernel(  # type: ignore[no-untyped-def]
     q_ptr, w_ptr, y_ptr, cos_ptr, sin_ptr, positions_ptr, tokens, nope, rank, half, heads,
     q_token, q_head, w_head, w_nope, w_rank, table_stride,
     INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr, NOPE: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -150,6 +157,7 @@ def _absorb_query_kernel(  # type: ignore[no-untyped-def]
     if part == tl.num_programs(0) - 1:  # the rope part
         pair = tl.arange(0, HALF)
         mask = present & (pair < half)[None, :]
+        await_inputs(PDL)
         position = tl.load(positions_ptr + token, mask=token < tokens, other=0)
         table = (position * table_stride)[:, None] + pair[None, :]
         low_at = 2 * pair if INTERLEAVED else pair
@@ -165,8 +173,10 @@ def _absorb_query_kernel(  # type: ignore[no-untyped-def]
         column = part * BLOCK + tl.arange(0, BLOCK)
         w = w_ptr + head * w_head + inner[:, None] * w_nope + column[None, :] * w_rank
         w_NC = tl.load(w, mask=(inner < nope)[:, None] & (column < rank)[None, :], other=0.0)
+        await_inputs(PDL)
         q_TN = tl.load(q + inner[None, :], mask=present & (inner < nope)[None, :], other=0.0)
         y_TC = tl.dot(q_TN, w_NC, input_precision="ieee")
+        let_next_start(PDL)
         tl.store(y + column[None, :], y_TC.to(element), mask=present & (column < rank)[None, :])
 
 
@@ -197,6 +207,7 @@ def absorb_query_bmm(
     nope, rank = w_uk_HNC.shape[1:]
     y_THZ = q_THQ.new_empty(*q_THQ.shape[:2], rank + cos.shape[-1])
     torch.bmm(q_THQ[..., :nope].transpose(0, 1), w_uk_HNC, out=y_THZ[..., :rank].transpose(0, 1))
+    # The rope part is the second, so that what follows may start early.
     _launch_absorb(q_THQ, w_uk_HNC, cos, sin, positions_T, interleaved, y_THZ, (32, 16, 4, 1), products=False)
     return y_THZ
 
@@ -221,13 +232,14 @@ def _launch_absorb(
         q_THQ.stride(0), q_THQ.stride(1), *w_uk_HNC.stride(), cos.stride(0),
         INTERLEAVED=interleaved, TOKENS=per, NOPE=max(16, triton.next_power_of_2(nope)), BLOCK=block,
         HALF=triton.next_power_of_2(rope_dim // 2), num_warps=warps, num_stages=stages,
+        **launch_options(q_THQ.device),
     )  # fmt: skip
 
 
 @jit
 def _expand_value_kernel(  # type: ignore[no-untyped-def]
     x_ptr, w_ptr, y_ptr, tokens, value, heads, x_token, x_head, w_head, w_rank, w_value,
-    RANK: tl.constexpr, TOKENS: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr,
+    RANK: tl.constexpr, TOKENS: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     token = (tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
@@ -236,17 +248,20 @@ def _expand_value_kernel(  # type: ignore[no-untyped-def]
     inner = tl.arange(0, INNER)
     x = x_ptr + (token * x_token + head * x_head)[:, None] + inner[None, :]
     w = w_ptr + head * w_head + inner[:, None] * w_rank + column[None, :] * w_value
-    if INNER >= RANK:  # few tokens: all weights of the program are on their way at once
+    if INNER >= RANK:  # few tokens: all weights of the program are on their way before it waits
         w_CV = tl.load(w, mask=(inner < RANK)[:, None] & (column < value)[None, :], other=0.0)
+        await_inputs(PDL)
         x_TC = tl.load(x, mask=present & (inner < RANK)[None, :], other=0.0)
         y_TV = tl.dot(x_TC, w_CV, input_precision="ieee")
     else:
+        await_inputs(PDL)
         y_TV = tl.zeros([TOKENS, BLOCK], dtype=tl.float32)
         for start in range(0, RANK, INNER):
             left = RANK - start
             x_TC = tl.load(x + start, mask=present & (inner < left)[None, :], other=0.0)
             w_CV = tl.load(w + start * w_rank, mask=(inner < left)[:, None] & (column < value)[None, :], other=0.0)
             y_TV = tl.dot(x_TC, w_CV, y_TV, input_precision="ieee")
+    let_next_start(PDL)
     y = y_ptr + ((token * heads + head) * value)[:, None] + column[None, :]
     tl.store(y, y_TV.to(y_ptr.dtype.element_ty), mask=present & (column < value)[None, :])
 
@@ -275,7 +290,7 @@ def expand_value_triton(
     _expand_value_kernel[(triton.cdiv(value, block), heads, triton.cdiv(tokens, per))](
         out_THC, w_uv_HCV, y, tokens, value, heads, out_THC.stride(0), out_THC.stride(1), *w_uv_HCV.stride(),
         RANK=rank, TOKENS=per, INNER=min(inner, max(16, triton.next_power_of_2(rank))), BLOCK=block,
-        num_warps=warps, num_stages=stages,
+        num_warps=warps, num_stages=stages, **launch_options(out_THC.device),
     )  # fmt: skip
     return y
 

@@ -25,7 +25,7 @@ from headrace.kernels.attention_tiles import (
     shared_limit,
     split_length,
 )
-from headrace.kernels.jit import jit, tl, triton
+from headrace.kernels.jit import await_inputs, jit, launch_options, let_next_start, tl, triton
 
 LOG2_E = 1.4426950408889634
 LEAST_PAIRS = 16
@@ -38,10 +38,11 @@ def _latent(  # type: ignore[no-untyped-def]
     least, most_tokens, scale_log2,
     H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, S: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, SPLIT: tl.constexpr, PREC: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of (position, head) pairs of one row over one part of its context, which is read once for all."""
     tile, split, row = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    await_inputs(PDL)
     slot, start, count, offset = tl.load(row_slot + row), tl.load(row_start + row), 1, row
     if CHUNKS:
         count, offset = tl.load(row_count + row), tl.load(row_offset + row)
@@ -79,6 +80,7 @@ def _latent(  # type: ignore[no-untyped-def]
         s = tl.where((pos < hi)[None, :] & (pos[None, :] <= (start + at)[:, None]), s, -float("inf"))
         p, keep, top, mass = fold(s, top, mass)
         acc = tl.dot(p.to(k_NV.dtype), k_NV, acc * keep[:, None], input_precision=PREC)
+    let_next_start(PDL)
     acc, logarithm = finish(acc, top, mass)
     stored = valid[:, None] & (v < V)[None, :]
     if SPLIT and start + count > part:  # else this is the row's only part: there is nothing to merge
@@ -263,12 +265,14 @@ def mla_kernel(
     }  # fmt: skip
     shape |= {"BLOCK_M": block_m, "BLOCK_N": block_n}
     if hopper:
-        mla_hopper.latent_sm90[grid](*arguments, **shape, num_warps=mla_hopper.NUM_WARPS)
+        mla_hopper.latent_sm90[grid](
+            *arguments, **shape, num_warps=mla_hopper.NUM_WARPS, **launch_options(q_THC.device)
+        )
     else:
         _latent[grid](
             *arguments, **shape, BLOCK_V=padded(value_dim), BLOCK_R=padded(dim - value_dim),
             PREC=PRECISION[q_THC.dtype], STAGES=tiles.num_stages, num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
+            num_stages=tiles.num_stages, **launch_options(q_THC.device),
         )  # fmt: skip
     if partial is not None and lse is not None:
         merge(partial, lse, out, row_slot, row_start, row_count, row_offset, max_count, least, block_n)

@@ -7,11 +7,13 @@ Shapes: M (position, head) pairs of a tile, N context positions of a tile, V val
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from headrace.kernels.device import limits
+from headrace.kernels.jit import STEP_ARRAYS, STEP_SIZES, gdc_launch_dependents, gdc_wait
 
 try:
     from triton.experimental import gluon
@@ -24,7 +26,7 @@ try:
         warpgroup_mma_wait,
     )
 
-    jit: Any = gluon.jit
+    jit: Any = partial(gluon.jit, do_not_specialize=STEP_SIZES, do_not_specialize_on_alignment=STEP_ARRAYS)
     AVAILABLE = True
 except ImportError:  # an older Triton, or none: the portable kernel runs
     from headrace.kernels.jit import jit
@@ -124,7 +126,7 @@ def latent_sm90(  # type: ignore[no-untyped-def]
     q, cache, out, partial, lse, row_slot, row_start, row_count, row_offset, page_table, table_stride, num_splits,
     least, most_tokens, scale_log2,
     H: gl.constexpr, V: gl.constexpr, C: gl.constexpr, S: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    CHUNKS: gl.constexpr, SPLIT: gl.constexpr,
+    CHUNKS: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """As `_latent` of the portable kernel, which says what the arguments are."""
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
@@ -135,6 +137,8 @@ def latent_sm90(  # type: ignore[no-untyped-def]
     PAIRS: gl.constexpr = gl.SliceLayout(1, SCORES)
     R: gl.constexpr = C - V
 
+    if PDL:  # as `await_inputs` of the others
+        gdc_wait()
     tile, split, row = gl.num_programs(0) - 1 - gl.program_id(0), gl.program_id(1), gl.program_id(2)
     slot, start = gl.load(row_slot + row), gl.load(row_start + row)
     count, offset = 1, row
@@ -178,6 +182,8 @@ def latent_sm90(  # type: ignore[no-untyped-def]
         q_V, q_R, kv_V, kv_R, p_MN, cache, table, page, lo, hi, end, n, v, r, scale_log2,
         V, C, S, BLOCK_M, BLOCK_N, SCORES, VALUES,
     )  # fmt: skip
+    if PDL:  # as `let_next_start`
+        gdc_launch_dependents()
     total = gl.where(mass > 0, mass, 1.0)
     result = acc / gl.convert_layout(total, gl.SliceLayout(1, VALUES))[:, None]
     if SPLIT and start + count > part:  # else this is the row's only part: there is nothing to merge

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.kernels.jit import jit, tl, triton
+from headrace.kernels.jit import await_inputs, jit, launch_options, let_next_start, tl, triton
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """What the Triton form takes; wider types are left to the reference."""
@@ -37,7 +37,7 @@ def add_rms_norm(
 @jit
 def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     x_ptr, delta_ptr, weight_ptr, norm_ptr, total_ptr, num_rows, inner, x_outer, x_inner, dim, eps,
-    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -46,6 +46,7 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     packed = row.to(tl.int64)[:, None] * dim + column[None, :]
     # Every load is issued before the first use: a decode step waits for each of them only once.
     weight = tl.load(weight_ptr + column, mask=column < dim, other=0.0)
+    await_inputs(PDL)
     x = tl.load(x_ptr + start[:, None] + column[None, :], mask=mask, other=0.0)
     if ADD:
         delta = tl.load(delta_ptr + packed, mask=mask, other=0.0)
@@ -53,6 +54,7 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
         tl.store(total_ptr + packed, x, mask=mask)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / dim + eps)
+    let_next_start(PDL)
     norm = wide * scale[:, None] * weight.to(tl.float32)[None, :]
     tl.store(norm_ptr + packed, norm.to(norm_ptr.dtype.element_ty), mask=mask)
 
@@ -86,6 +88,6 @@ def rms_norm_triton(
         rows, block, warps = norm_tiles(num_rows, dim)
         _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
             x, delta, weight, norm, total, num_rows, inner, *strides, dim, eps,
-            ADD=delta is not None, ROWS=rows, BLOCK=block, num_warps=warps,
+            ADD=delta is not None, ROWS=rows, BLOCK=block, num_warps=warps, **launch_options(x.device),
         )  # fmt: skip
     return norm, total

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.kernels.jit import jit, tl, triton
+from headrace.kernels.jit import await_inputs, jit, launch_options, let_next_start, tl, triton
 from headrace.kernels.kv_write import slot_stride, write_kv
 from headrace.kernels.norm import FLOATS, rms_norm
 
@@ -60,7 +60,7 @@ def prepare_gqa(
 def _prepare_gqa_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, q_ptr, cache_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, q_weight_ptr, k_weight_ptr,
     qkv_stride, slot_stride, table_stride, heads, kv_heads, half, eps,
-    NORM: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    NORM: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -72,6 +72,7 @@ def _prepare_gqa_kernel(  # type: ignore[no-untyped-def]
         k_low = tl.load(k_weight_ptr + column, mask=inside, other=0.0)
         q_high = tl.load(q_weight_ptr + half + column, mask=inside, other=0.0)
         k_high = tl.load(k_weight_ptr + half + column, mask=inside, other=0.0)
+    await_inputs(PDL)
     position = tl.load(positions_ptr + token)
     slot = tl.load(slots_ptr + token)
     mask = (head < heads + 2 * kv_heads)[:, None] & inside[None, :]
@@ -89,6 +90,7 @@ def _prepare_gqa_kernel(  # type: ignore[no-untyped-def]
         b = high * scale * tl.where(is_query, q_high[None, :], k_high[None, :]).to(tl.float32)
     new_low = tl.where(plain, low, a * cos[None, :] - b * sin[None, :])
     new_high = tl.where(plain, high, b * cos[None, :] + a * sin[None, :])
+    let_next_start(PDL)
     # Keys and values lie behind each other in a slot, as they do in qkv.
     to_q = q_ptr + (token * heads + head[:, None]) * dim + column[None, :]
     to_cache = cache_ptr + slot * slot_stride + (head - heads)[:, None] * dim + column[None, :]
@@ -128,6 +130,7 @@ def prepare_gqa_triton(
         qkv, q_THD, cache_NSKD, cos, sin, positions_T, slots_T, q_norm_w, k_norm_w,
         qkv.stride(0), slot_stride(cache_NSKD), cos.stride(0), heads, kv_heads, dim // 2, eps,
         NORM=q_norm_w is not None, HEADS=block, HALF=triton.next_power_of_2(dim // 2), num_warps=block // 4,
+        **launch_options(qkv.device),
     )  # fmt: skip
     return q_THD
 

@@ -161,11 +161,23 @@ class DeviceClocks:
         self._free: list[torch.cuda.Event] = []
         self._previous: _Ended | None = None
         self._sending: deque[_Ended] = deque()
+        self._newest: torch.cuda.Event | None = None
+        """End of the step that was issued last."""
         self.last_end_ns = 0
 
     def start(self, taken_ns: int) -> DeviceClock:
         """The step begins when the stream comes to it; when its plan came does not matter to the device."""
         return DeviceClock(self, torch.cuda.current_stream())
+
+    def begin(self, stream: torch.cuda.Stream) -> torch.cuda.Event | None:
+        """Where a step begins, or None where it follows the one before without a gap: an event takes a stream 3 us."""
+        waited = self._newest is None or self._newest.query()
+        return self.record(stream) if waited else None
+
+    def end(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Where a step ends, in the order in which steps are issued."""
+        self._newest = self.record(stream)
+        return self._newest
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """An event at the stream's end. Events are used again: making one costs as much as recording one."""
@@ -192,12 +204,15 @@ class DeviceClocks:
 
     def account(
         self,
+        begin: torch.cuda.Event | None,
         marks: list[tuple[Part, torch.cuda.Event]],
         end: torch.cuda.Event,
         sent: torch.cuda.Event | None,
         seen_ns: tuple[int, int],
     ) -> StepTimes:
         """Add a step whose events have passed. `seen_ns`: when it was last seen not done, and first seen done."""
+        first = begin if begin is not None else self._end_before()
+        marks = [(Part.BUSY, first), *marks]
         spent = [0] * len(Part)
         last = 0
         for (part, event), (_, following) in pairwise([*marks, (Part.BUSY, end)]):
@@ -211,12 +226,16 @@ class DeviceClocks:
             if previous.sent is None:
                 self._free.append(previous.end)
         times = self._times(gap, sum(spent) - spent[Part.COMMUNICATION], last, spent, seen_ns)
-        self._free += [event for _, event in marks]
+        self._free += [event for _, event in marks[int(begin is None) :]]
         self._previous = _Ended(end, sent)
         if sent is not None:
             self._sending.append(self._previous)
         self.spent_ns = [sum(both) for both in zip(self.spent_ns, spent, strict=True)]
         return times
+
+    def _end_before(self) -> torch.cuda.Event:
+        assert self._previous is not None
+        return self._previous.end
 
     def _times(self, gap: int, step: int, computed: int, spent: list[int], seen_ns: tuple[int, int]) -> StepTimes:
         """Put a step onto the host's clock: behind the one before, and within what the host has seen of its end.
@@ -239,7 +258,8 @@ class DeviceClock:
 
     def __init__(self, owner: DeviceClocks, stream: torch.cuda.Stream) -> None:
         self._owner, self._stream = owner, stream
-        self._marks = [(Part.BUSY, owner.record(stream))]
+        self._begin = owner.begin(stream)
+        self._marks: list[tuple[Part, torch.cuda.Event]] = []
         self._end: torch.cuda.Event | None = None
         self._sent: torch.cuda.Event | None = None
         self._not_before_ns = self._found_ns = 0
@@ -256,7 +276,7 @@ class DeviceClock:
 
     def stop(self) -> None:
         """Everything issued by now belongs to the step."""
-        self._end = self._owner.record(self._stream)
+        self._end = self._owner.end(self._stream)
 
     def is_done(self) -> bool:
         """Whether the device has passed the end."""
@@ -271,7 +291,9 @@ class DeviceClock:
     def account(self) -> StepTimes:
         """Add the step to its rank's sums."""
         assert self._end is not None
-        return self._owner.account(self._marks, self._end, self._sent, (self._not_before_ns, self._found_ns))
+        return self._owner.account(
+            self._begin, self._marks, self._end, self._sent, (self._not_before_ns, self._found_ns)
+        )
 
 
 def make_clocks(device: torch.device) -> Clocks:

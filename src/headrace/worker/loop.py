@@ -16,6 +16,7 @@ import zmq
 
 from headrace.config import EngineConfig
 from headrace.errors import UserError
+from headrace.kernels.jit import on_compile
 from headrace.step import (
     Allocate,
     Join,
@@ -93,6 +94,8 @@ class Worker:
             return
         with enough_memory("the KV cache does not fit: a smaller --kv-memory takes less"):
             prepared = prepare(stage, allocate.num_pages, allocate.max_len, self._trace_folder)
+        if stage.config.model.attention == "triton":
+            on_compile(lambda name: log.warning("%s was made while requests wait: no step before was like it", name))
         runner = prepared.runner
         self._send(Prepared(self._rank, prepared.kv_bytes, runner.backend, prepared.graph_bytes))
         self._execute(runner)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.errors import UserError
+from headrace.kernels.sampling import sample
 from headrace.plan.reserve import EXPAND_MOST, GRAPH_BYTES, LOGIT_COPIES, MARGIN, ladder, plans_in_window
 from headrace.supervise.devices import ranks_per_gpu
 from headrace.telemetry.trace import Trace
@@ -118,6 +119,7 @@ def prepare(stage: Stage, num_pages: int, max_len: int, trace_folder: Path) -> P
         _run(stage, parts, start=max_len - 1, count=1)
         if parts.graphs is not None:
             parts.graphs.capture()
+        _warm(stage, parts, max_len)
     assert config.schedule.run_ahead is not None
     runner = Runner(
         spec=stage.spec,
@@ -169,14 +171,42 @@ def _make(stage: Stage, num_pages: int, max_len: int, sizes: tuple[int, ...]) ->
 
 
 @torch.inference_mode()
-def _run(stage: Stage, parts: _Parts, *, start: int, count: int) -> None:
-    """One row of slot 0, whose page table is all page 0: what it computes means nothing, and is overwritten."""
-    row = np.array([[0, start, count, 1]], dtype=np.int32)
+def _warm(stage: Stage, parts: _Parts, max_len: int) -> None:
+    """Compute prompts of every order of magnitude, alone and beside a row that decodes, and draw tokens.
+
+    Which kernels a step takes follows from how many tokens it has: none shall be compiled while a request waits.
+    """
+    schedule = stage.config.schedule
+    assert schedule.chunk is not None
+    most = min(schedule.chunk, max_len)
+    beside = schedule.max_running > 1
+    for count in (1 << power for power in range(most.bit_length())):
+        _run(stage, parts, start=0, count=count)
+        if beside and count < most:
+            _run(stage, parts, start=0, count=count, beside=True)
+    if stage.model.head is not None and stage.config.model.attention == "triton":
+        for rows in ladder(schedule.max_running):
+            logits = torch.zeros(rows, stage.spec.vocab_size, dtype=stage.dtype, device=stage.device)
+            one = torch.ones(rows, device=stage.device)
+            sample(logits, one, one.int(), one, one, one.double() / 2)
+    torch.cuda.synchronize(stage.device)
+
+
+@torch.inference_mode()
+def _run(stage: Stage, parts: _Parts, *, start: int, count: int, beside: bool = False) -> None:
+    """One row of slot 0, whose page table is all page 0: what it computes means nothing, and is overwritten.
+
+    beside: with a row of slot 1 that decodes.
+    """
+    decoding = [[1, start, 1, 1]] if beside else []
+    rows = Rows.of(np.array([*decoding, [0, start, count, 1]], dtype=np.int32))
     mirror = parts.mirror
-    mirror.tokens[0], mirror.known[0] = np.zeros(start + count, dtype=np.int32), start + count
+    for slot in rows.slots:
+        mirror.tokens[slot], mirror.known[slot] = np.zeros(start + count, dtype=np.int32), start + count
     hidden = None
     if stage.model.embedding is None:
-        hidden = torch.randn(count, stage.spec.hidden, dtype=stage.dtype, device=stage.device)
-    parts.eager.run(-1, Rows.of(row), hidden)
+        hidden = torch.randn(rows.num_tokens, stage.spec.hidden, dtype=stage.dtype, device=stage.device)
+    parts.eager.run(-1, rows, hidden)
     torch.cuda.synchronize(stage.device)
-    mirror.tokens[0], mirror.known[0] = None, 0
+    for slot in rows.slots:
+        mirror.tokens[slot], mirror.known[slot] = None, 0

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from headrace.mesh import Mesh
+from headrace.supervise.life import Life
+from headrace.supervise.notify import Notifier
 from headrace.supervise.screen import Screen, ready_json
 from headrace.supervise.supervisor import StopSignals, watch
 from tests.supervise.fakes import fake
@@ -27,7 +30,8 @@ def main(arguments: list[str]) -> int:
             print(json.dumps(engine), file=sys.stderr, flush=True)
 
     with StopSignals() as signals:
-        return watch(commands, signals, Screen(sys.stderr), on_ready, on_end, start=time.monotonic())
+        life = Life(Notifier.take(os.environ))
+        return watch(commands, signals, Screen(sys.stderr), on_ready, on_end, life, start=time.monotonic())
 
 
 if __name__ == "__main__":

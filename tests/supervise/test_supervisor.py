@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -19,11 +21,12 @@ STAY = "ready({who!r}); until_stopped()"
 class Service:
     """One supervisor; `pids` are its children's once it is ready."""
 
-    def __init__(self, **bodies: str) -> None:
+    def __init__(self, env: Mapping[str, str] | None = None, **bodies: str) -> None:
         arguments = [text for who, body in bodies.items() for text in (who, body.format(who=who))]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.supervise.serve_fakes", *arguments],
             cwd=ROOT,
+            env={**os.environ, **(env or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -31,7 +34,7 @@ class Service:
 
     def ready(self) -> dict[str, psutil.Process]:
         assert self.process.stderr is not None
-        pids = json.loads(self.process.stderr.readline())
+        pids = json.loads(next(line for line in self.process.stderr if line.startswith("{")))
         return {who: psutil.Process(pid) for who, pid in pids.items()}
 
     def end(self) -> tuple[int, str, list[str]]:
@@ -47,8 +50,8 @@ Start = Callable[..., Service]
 def start() -> Iterator[Start]:
     services: list[Service] = []
 
-    def start(**bodies: str) -> Service:
-        services.append(Service(**bodies))
+    def start(env: Mapping[str, str] | None = None, **bodies: str) -> Service:
+        services.append(Service(env, **bodies))
         return services[-1]
 
     yield start
@@ -170,3 +173,33 @@ def test_progress_is_shown_while_it_loads(start: Start) -> None:
     assert service.process.stderr.readline() == "loading weights: 50% (5 bytes of 10 bytes)\n"
     service.process.terminate()
     assert service.end()[0] == 0
+
+
+def test_the_service_manager_hears_a_life_and_its_watchdog_is_not_fed_for_a_stopped_process(
+    start: Start, tmp_path: Path
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(60)
+
+        def heard_until(text: str) -> list[str]:
+            heard: list[str] = []
+            while not heard or text not in heard[-1]:
+                heard.append(manager.recv(4096).decode())
+            return heard
+
+        load = "[say(type='progress', who='w', text='loading', done=done, total=2) for done in (0, 1, 2)]; " + STAY
+        env = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "300000"}
+        service = start(env, engine=load, http=STAY)
+        children = service.ready()
+        first = heard_until("READY=1")
+        assert first[0] == "STATUS=loading: 0% (0 bytes of 2 bytes)"
+        assert "STATUS=warming up\nEXTEND_TIMEOUT_USEC=300000000" in first
+        heard_until("WATCHDOG=1")
+        children["engine"].suspend()
+        heard_until("STATUS=no sign of life from engine")
+        children["engine"].resume()
+        assert heard_until("STATUS=ready")[0] == "WATCHDOG=1"
+        children["http"].kill()
+        heard_until("STATUS=failed: http: killed by signal 9 (SIGKILL)")
+        assert service.end()[0] == 1

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 import msgspec
+import psutil
 
 from headrace.errors import Fault
 from headrace.supervise.child import Report, decode_report
@@ -108,6 +109,16 @@ class ProcessGroup:
     def pids(self) -> dict[str, int]:
         """Process ids of the children that still run, by name."""
         return {child.command.who: child.process.pid for child in self._children if child.alive}
+
+    @property
+    def suspended(self) -> list[str]:
+        """Names of children that live but do not run: stopped by a signal or a debugger."""
+        names = []
+        for who, pid in self.pids.items():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                    names.append(who)
+        return names
 
     def wait(self, timeout_s: float) -> list[Event]:
         """What happened, in order: returns at the first events, at `wake`, or empty after `timeout_s`."""

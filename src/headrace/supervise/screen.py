@@ -24,6 +24,28 @@ LINE_PERIOD_S = 5.0
 """Where there is no terminal to update a line on, a new line this often."""
 
 
+class Tally:
+    """Progress, summed over the processes that do the same work."""
+
+    def __init__(self) -> None:
+        self._latest: dict[str, Progress] = {}
+
+    def take(self, event: Progress) -> tuple[int, int]:
+        """Take in one process's progress; how much of its work all of them have done, and of how much."""
+        self._latest[event.who] = event
+        return self._sums(event.text)
+
+    def text(self, work: str) -> str:
+        """The sum in words."""
+        done, total = self._sums(work)
+        share = 100 * done // total if total else 100
+        return f"{work}: {share}% ({amount(done)} of {amount(total)})"
+
+    def _sums(self, work: str) -> tuple[int, int]:
+        same = [one for one in self._latest.values() if one.text == work]
+        return sum(one.done for one in same), sum(one.total for one in same)
+
+
 class Screen:
     """Progress on `stream`: one line that updates on a terminal, a line now and then elsewhere."""
 
@@ -31,7 +53,7 @@ class Screen:
         self._stream = stream
         self._clock = clock
         self._tty = stream.isatty()
-        self._latest: dict[str, Progress] = {}
+        self._tally = Tally()
         self._shown_text = ""
         self._shown_s = 0.0
         self._last = ""
@@ -45,11 +67,8 @@ class Screen:
 
     def progress(self, event: Progress) -> None:
         """Take in one process's progress and show the sum over those that do the same work."""
-        self._latest[event.who] = event
-        same = [one for one in self._latest.values() if one.text == event.text]
-        done, total = sum(one.done for one in same), sum(one.total for one in same)
-        share = 100 * done // total if total else 100
-        text = f"{event.text}: {share}% ({amount(done)} of {amount(total)})"
+        done, total = self._tally.take(event)
+        text = self._tally.text(event.text)
         if self._tty:
             self._stream.write(f"\r\x1b[K{text}")
             self._stream.flush()

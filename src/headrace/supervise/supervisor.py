@@ -13,11 +13,14 @@ from types import FrameType
 from typing import Any, Self
 
 from headrace.config import ServeConfig
+from headrace.errors import UserError
 from headrace.supervise.child import Ended, Progress, Ready
 from headrace.supervise.failure import failures_in, settle
 from headrace.supervise.group import Event, ProcessGroup
 from headrace.supervise.launch import Command, engine_commands
+from headrace.supervise.life import Life
 from headrace.supervise.listen import check_address
+from headrace.supervise.notify import Notifier
 from headrace.supervise.prepare import Prepared, prepare
 from headrace.supervise.private import PrivateDir, trace_folder, write_config
 from headrace.supervise.screen import Screen, ready_json, ready_text, stop_text
@@ -85,19 +88,27 @@ def serve(config: ServeConfig) -> int:
     """
     start = time.monotonic()
     setup("serve")
-    screen = Screen(sys.stderr)
+    screen, life = Screen(sys.stderr), Life(Notifier.take(os.environ))
+
+    def say(text: str) -> None:
+        screen.line(text)
+        life.starting(text)
+
     try:
         with StopSignals() as signals:
             check_address(config.http.host, config.http.port)
-            prepared = prepare(config, say=screen.line)
+            prepared = prepare(config, say=say)
             with PrivateDir() as private:
                 write_config(private.path, prepared.config)
                 transport = prepared.config.engine.run.transport
                 commands = engine_commands(private.path, prepared.mesh, http=True, transport=transport)
                 announce, conclude = _announce(prepared, screen), _conclude(prepared, screen, private.path)
-                return watch(commands, signals, screen, announce, conclude, start=start)
+                return watch(commands, signals, screen, announce, conclude, life, start=start)
     except Stopped:
         return 0
+    except UserError as error:
+        life.failed(str(error))
+        raise
 
 
 def watch(
@@ -106,6 +117,7 @@ def watch(
     screen: Screen,
     on_ready: OnReady,
     on_end: OnEnd,
+    life: Life,
     *,
     start: float,
 ) -> int:
@@ -117,10 +129,12 @@ def watch(
         while True:
             events = [] if signals.requested else group.wait(WAIT_S)
             if signals.requested:
+                life.draining()
                 on_end(_last_words(group.stop(STOP_GRACE_S)))
                 return 0
             if failures_in(events):
                 failure = settle(group, events)
+                life.failed(failure.line)
                 group.stop(FAULT_GRACE_S, ordered=False)
                 on_end({})
                 # Last: it is what matters, and what others look for.
@@ -129,10 +143,13 @@ def watch(
             for event in events:
                 if isinstance(event, Progress):
                     screen.progress(event)
+                    life.progress(event)
                 elif isinstance(event, Ready) and event.who not in ready:
                     ready[event.who] = event.fields
                     if event.who in ("engine", "http") and ready.keys() >= {"engine", "http"}:
                         on_ready(ready["engine"], ready["http"], time.monotonic() - start)
+                        life.ready(f"ready at {ready['http'].get('url', '')}")
+            life.tick(lambda: group.suspended)
 
 
 def _last_words(events: Sequence[Event]) -> Mapping[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ from headrace.mesh import Mesh
 from headrace.supervise.life import Life
 from headrace.supervise.notify import Notifier
 from headrace.supervise.screen import Screen, ready_json
-from headrace.supervise.supervisor import StopSignals, watch
+from headrace.supervise.watch import StopSignals, Watch
 from tests.supervise.fakes import fake
 
 
@@ -31,7 +30,15 @@ def main(arguments: list[str]) -> int:
 
     with StopSignals() as signals:
         life = Life(Notifier.take(os.environ))
-        return watch(commands, signals, Screen(sys.stderr), on_ready, on_end, life, start=time.monotonic())
+        return Watch(
+            commands=commands,
+            signals=signals,
+            screen=Screen(sys.stderr),
+            life=life,
+            on_ready=on_ready,
+            on_end=on_end,
+            drain_s=5.0,
+        ).run()
 
 
 if __name__ == "__main__":

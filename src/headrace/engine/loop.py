@@ -24,6 +24,7 @@ from headrace.schedule.request import Event
 from headrace.schedule.scheduler import Scheduler, SchedulerConfig
 from headrace.spec import ModelSpec
 from headrace.step import Abort, ClientMessage, EngineStatus, Hello, Output, Outputs, StepResult, Submit
+from headrace.supervise.beat import Work
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,8 @@ class Engine:
         self._phase: Phase = "starting"
         self._detail = ""
         self._load_s = 0.0
+        self._load_bytes = (0, 0)
+        self._turns = -1
         self._stopped = False
         self._next_status_s = 0.0
         self._host_s = 0.0
@@ -79,6 +82,14 @@ class Engine:
     def stop(self) -> None:
         """Make `run` return soon; safe in a signal handler."""
         self._stopped = True
+
+    def work(self) -> Work:
+        """For the beats: that the loop turns, and how it gets on with what is queued. For any thread."""
+        scheduler, done = self._scheduler, self._executor.num_done
+        if scheduler is None:
+            return Work("bringing up the ranks", done, turns=self._turns)
+        doing = f"work for {scheduler.num_in_flight} plans in flight" if scheduler.has_work else ""
+        return Work(doing, done, turns=self._turns)
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -103,13 +114,14 @@ class Engine:
         started = time.monotonic()
 
         def progress(done: int, total: int) -> None:
-            self._phase = "loading"
+            self._phase, self._load_bytes = "loading", (done, total)
             self._detail = f"{done} of {total} bytes of weights"
             on_progress(done, total)
 
         def idle() -> None:
             if self._stopped:
                 raise _StoppedEarly
+            self._turns += 1
             self._hear_clients()
             self._tell_status()
 
@@ -160,6 +172,7 @@ class Engine:
         """Wait for something to happen, take it in, and plan."""
         self._poller.poll(int(1000 * max(0.0, self._next_status_s - time.monotonic())) + 1)
         began = time.monotonic()
+        self._turns += 1
         self._hear_clients()
         for result in self._executor.results():
             self._commit(result)
@@ -285,6 +298,7 @@ class Engine:
             max_len=self._max_len,
             vocab_size=self._spec.vocab_size,
             load_s=self._load_s,
+            load_bytes=self._load_bytes,
             layout={"pp": layout.pp, "tp": layout.tp, "ep": layout.ep},
             stages=stages,
             host_s=self._host_s,

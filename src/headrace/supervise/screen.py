@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import time
@@ -63,15 +64,20 @@ class Screen:
         """A line of its own, below whatever is there."""
         clear = "\r\x1b[K" if self._open_line else ""
         self._open_line = False
-        print(f"{clear}{text}", file=self._stream, flush=True)
+        self._write(f"{clear}{text}\n")
+
+    def _write(self, text: str) -> None:
+        # A log on a full disk, or a terminal that has gone, is no reason to stop serving.
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+            self._stream.flush()
 
     def progress(self, event: Progress) -> None:
         """Take in one process's progress and show the sum over those that do the same work."""
         done, total = self._tally.take(event)
         text = self._tally.text(event.text)
         if self._tty:
-            self._stream.write(f"\r\x1b[K{text}")
-            self._stream.flush()
+            self._write(f"\r\x1b[K{text}")
             self._open_line = True
             return
         now = self._clock()

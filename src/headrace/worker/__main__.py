@@ -9,8 +9,9 @@ from pathlib import Path
 import zmq
 
 from headrace.channel import join
+from headrace.supervise.beat import Pulse, start_beating
 from headrace.supervise.child import attach, run_child, stop_on_sigterm
-from headrace.supervise.private import read_config, trace_folder
+from headrace.supervise.private import read_config, stacks_file, trace_folder
 from headrace.telemetry.log import setup
 
 
@@ -25,20 +26,25 @@ def main() -> None:
     layout = read_config(args.dir).engine.layout
     who = f"worker rank {args.rank} (stage {args.rank // layout.tp})"
     setup(who)
-    reporter = attach(args.report_fd)
+    reporter = attach(args.report_fd, stacks=stacks_file(args.dir, who))
+    pulse = Pulse()
+    pulse.say("starting")
+    start_beating(who, reporter, pulse)
 
     def work() -> None:
         # Here, not above: whatever goes wrong in importing torch is reported like everything else.
         import torch
 
+        from headrace.worker.faults import in_words
         from headrace.worker.loop import Worker
 
         torch.set_grad_enabled(False)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         socket = join(zmq.Context(), args.join, identity=f"rank-{args.rank}".encode())
-        worker = Worker(socket, args.rank, os.getpid(), trace_folder(args.dir))
+        worker = Worker(socket, args.rank, os.getpid(), trace_folder(args.dir), pulse)
         stop_on_sigterm(worker.stop)
-        worker.run()
+        with in_words():
+            worker.run()
 
     # NCCL's groups, with graphs that hold their sums, do not come down by themselves.
     run_child(who, work, reporter, at_once=True)

@@ -17,8 +17,8 @@ MAX_LINES = 400
 MAX_FUNCTION = 70
 FORBIDDEN_NAMES = {"utils", "util", "common", "base", "helper", "helpers", "manager", "misc"}
 TORCH_FREE = (
-    "api", "bench", "channel", "cli", "config", "engine", "errors", "mesh", "plan", "schedule", "spec", "step",
-    "supervise", "telemetry", "text", "weights.headers", "weights.source",
+    "api", "bench", "channel", "cli", "config", "doctor", "engine", "errors", "mesh", "plan", "schedule", "service",
+    "spec", "step", "supervise", "telemetry", "text", "wait", "weights.headers", "weights.source",
 )  # fmt: skip
 
 

@@ -13,12 +13,16 @@ from headrace.bench.config import BenchConfig
 from headrace.cli.flags import flags_of
 from headrace.config import ServeConfig
 from headrace.plan.config import SimulateConfig
+from headrace.service.config import ServiceConfig
+from headrace.wait.config import WaitConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROW = re.compile(r"^\| `(--[\w-]+)[^|]*` \| ([^|]+) \|", re.MULTILINE)
 
 
-PAGES = [("serve.md", ServeConfig), ("bench.md", BenchConfig), ("simulate.md", SimulateConfig)]
+PAGES = [
+    ("serve.md", ServeConfig), ("bench.md", BenchConfig), ("simulate.md", SimulateConfig), ("wait.md", WaitConfig),
+]  # fmt: skip
 BY_PLACE = {("serve.md", "model"), ("simulate.md", "model")}
 
 
@@ -31,3 +35,9 @@ def test_every_flag_is_on_its_page(page: str, config: type[Any]) -> None:
         if flag.default not in (None, False, MISSING):
             shown = flag.show_default(flag.default)
             assert rows[name].strip("`") in (shown, str(shown).removesuffix(".0")), name
+
+
+def test_the_page_of_services_has_the_flags_that_serve_has_not() -> None:
+    rows = dict(ROW.findall((DOCS / "service.md").read_text()))
+    shared = {flag.name for flag in flags_of(ServeConfig)}
+    assert rows.keys() == {flag.name for flag in flags_of(ServiceConfig)} - shared - {"--action", "--name"}

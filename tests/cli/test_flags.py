@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from headrace.bench.config import BenchConfig
-from headrace.cli.flags import build, flags_of
-from headrace.config import ServeConfig
+from headrace.cli.flags import arguments, build, flags_of
+from headrace.cli.main import COMMANDS, run
+from headrace.config import EngineConfig, HttpConfig, LayoutConfig, ModelConfig, RunConfig, ScheduleConfig, ServeConfig
+from headrace.doctor.config import DoctorConfig
 from headrace.errors import UserError
+from headrace.service.config import ServiceConfig
+from headrace.wait.config import WaitConfig
+
+words = st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_size=1).filter(lambda text: text[0] != "-")
+serve_configs = st.builds(
+    ServeConfig,
+    engine=st.builds(
+        EngineConfig,
+        model=st.builds(
+            ModelConfig,
+            model=st.none(),
+            device=st.sampled_from(["auto", "cpu"]),
+            max_len=st.none() | st.integers(2, 1 << 40),
+            graphs=st.booleans(),
+        ),
+        layout=st.builds(
+            LayoutConfig, pp=st.just(2), split=st.none() | st.tuples(st.integers(1, 99), st.integers(1, 9))
+        ),
+        schedule=st.builds(ScheduleConfig, kv_memory=st.none() | st.integers(1, 1 << 50)),
+        run=st.builds(RunConfig, timeout_s=st.floats(0.1, 1e6), trace=st.none() | words),
+    ),
+    http=st.builds(HttpConfig, port=st.integers(0, 65535), served_name=st.none() | words),
+    json_ready=st.booleans(),
+)
 
 SERVE = """
 --model        str | None                              None
@@ -33,7 +61,8 @@ SERVE = """
 --run-ahead    int | None                              None
 --balance      Literal['auto', 'level']                'auto'
 --transport    Literal['ipc', 'tcp']                   'ipc'
---timeout      float                                   60.0
+--timeout      float                                   600.0
+--stall-timeout float                                  60.0
 --edges        Literal['auto', 'nccl']                 'auto'
 --all-reduce   Literal['auto', 'nccl']                 'auto'
 --trace        str | None                              None
@@ -41,7 +70,9 @@ SERVE = """
 --port         int                                     8000
 --served-name  str | None                              None
 --api-key      str | None                              None
+--drain-timeout float                                  30.0
 --json-ready   bool                                    False
+--diagnostics  str | None                              None
 """
 
 BENCH = """
@@ -56,6 +87,26 @@ BENCH = """
 --timeout      float                                   600.0
 --seed         int | None                              None
 --json         bool                                    False
+"""
+
+WAIT = """
+--url          str | None                              None
+--unit         str | None                              None
+--ssh          str | None                              None
+--pid          int | None                              None
+--api-key      str | None                              None
+--every        float                                   5.0
+--timeout      float                                   1800.0
+--no-probe     bool                                    False
+--json         bool                                    False
+"""
+
+SERVICE = """
+--wait         bool                                    False
+--user         bool                                    False
+--system       bool                                    False
+--run-as       str | None                              None
+--dry-run      bool                                    False
 """
 
 
@@ -90,7 +141,35 @@ def test_the_flags_of_bench() -> None:
     assert table(BenchConfig) == frozen(BENCH)
 
 
-@pytest.mark.parametrize("config", [ServeConfig, BenchConfig])
+def test_the_flags_of_wait() -> None:
+    assert table(WaitConfig) == frozen(WAIT)
+
+
+def test_the_flags_of_service_are_its_own_around_those_of_serve() -> None:
+    first, second, *rest = table(ServiceConfig)
+    assert (first[0], second) == ("--action", ("--name", "str", "required"))
+    assert rest == frozen(SERVE) + frozen(SERVICE)
+
+
+# Each makes the whole command line afresh.
+@settings(max_examples=8)
+@given(serve_configs)
+def test_a_configuration_can_be_written_as_a_command_line(config: ServeConfig) -> None:
+    seen: list[ServeConfig] = []
+
+    def record(found: ServeConfig) -> int:
+        seen.append(found)
+        return 0
+
+    command = replace(COMMANDS["serve"], call=record)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(COMMANDS, "serve", command)
+        patch.delenv("HEADRACE_API_KEY", raising=False)
+        assert run(["serve", *arguments(config)]) == 0
+    assert seen == [config]
+
+
+@pytest.mark.parametrize("config", [ServeConfig, BenchConfig, WaitConfig, ServiceConfig, DoctorConfig])
 def test_every_flag_says_what_it_is(config: type[Any]) -> None:
     assert [flag.name for flag in flags_of(config) if not flag.help] == []
 

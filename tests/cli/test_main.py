@@ -18,6 +18,8 @@ from headrace.cli import main as cli
 from headrace.cli.main import run
 from headrace.config import EngineConfig, HttpConfig, LayoutConfig, ModelConfig, RunConfig, ScheduleConfig, ServeConfig
 from headrace.errors import Fault, UserError
+from headrace.service.config import ServiceConfig
+from headrace.wait.config import WaitConfig
 
 
 @pytest.fixture
@@ -75,6 +77,31 @@ def test_the_flags_of_bench_reach_their_fields(monkeypatch: pytest.MonkeyPatch) 
     ]
 
 
+def test_the_flags_of_wait_and_of_service_reach_their_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def record(config: Any) -> int:
+        seen.append(config)
+        return 0
+
+    for name in ("wait", "service"):
+        monkeypatch.setitem(cli.COMMANDS, name, replace(cli.COMMANDS[name], call=record))
+    monkeypatch.delenv("HEADRACE_API_KEY", raising=False)
+    wait = "wait --url http://x:9 --unit u --ssh me@gpu1 --every 250ms --timeout 1h30m --no-probe --json"
+    install = "service install kimi org/model --pp 2 --wait --user"
+    assert [run(line.split()) for line in (wait, install)] == [0, 0]
+    assert seen == [
+        WaitConfig(url="http://x:9", unit="u", ssh="me@gpu1", every_s=0.25, timeout_s=5400.0, no_probe=True, json=True),
+        ServiceConfig(
+            action="install",
+            name="kimi",
+            serve=ServeConfig(engine=EngineConfig(model=ModelConfig(model="org/model"), layout=LayoutConfig(pp=2))),
+            wait=True,
+            user=True,
+        ),
+    ]
+
+
 def test_flags_may_come_before_the_model_and_with_an_equals_sign(served: list[ServeConfig]) -> None:
     assert run(["serve", "--pp=2", "folder"]) == 0
     assert served[0].engine.model.model == "folder"
@@ -97,7 +124,7 @@ def test_the_key_may_come_from_the_environment(served: list[ServeConfig], monkey
         ("serve --pp 1.5", "headrace serve: --pp 1.5: must be an integer"),
         ("serve --pp 1 --pp 2", "headrace serve: --pp: given more than once"),
         ("serve --max-len -3", "headrace serve: --max-len -3: must be at least 2"),
-        ("serve --timeout x", "headrace serve: --timeout x: must be a number"),
+        ("serve --timeout x", "headrace serve: --timeout x: must be a number of seconds, or like 30s, 5m or 1h30m"),
         ("serve --timeout 0", "headrace serve: --timeout 0: must be above 0"),
         ("serve --device tpu", "headrace serve: --device tpu: must be one of auto, cpu, cuda"),
         ("serve --json-ready=7", "headrace serve: --json-ready 7: takes no value"),
@@ -109,7 +136,11 @@ def test_the_key_may_come_from_the_environment(served: list[ServeConfig], monkey
         ("serve --split 8,x", "headrace serve: --split 8,x: not a list of integers; write it like 8,8,7"),
         ("serve --kv-memory 12Q", "headrace serve: --kv-memory 12Q: not a size; write it like 512MB, 2GiB or 1.5G"),
         ("serve --port 70000", "headrace serve: --port 70000: must be between 0 and 65535"),
-        ("srve", 'headrace: Unknown command "srve". Did you mean "serve"? Available commands: serve, bench, simulate.'),
+        (
+            "srve",
+            'headrace: Unknown command "srve". Did you mean "serve"? '
+            "Available commands: serve, bench, simulate, service, wait, doctor.",
+        ),
     ],
 )
 def test_a_users_error_is_one_line_and_exit_2(
@@ -145,7 +176,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"{headrace.__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["serve", "--help"], ["bench", "--help"]])
+@pytest.mark.parametrize("arguments", [[], ["--help"], *([name, "--help"] for name in cli.COMMANDS)])
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     heavy = ("torch", "transformers", "fastapi", "zmq", "huggingface_hub", "safetensors", "gguf", "tokenizers")
     code = f"""

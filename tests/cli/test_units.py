@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.cli.units import parse_bytes, parse_ints
+from headrace.cli.units import parse_bytes, parse_ints, parse_seconds
 from headrace.errors import UserError
 
 
@@ -49,3 +49,17 @@ def test_lists(values: list[int]) -> None:
 def test_what_is_no_list(text: str) -> None:
     with pytest.raises(UserError, match="8,8,7"):
         parse_ints(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("5", 5.0), ("2.5", 2.5), ("5s", 5.0), ("250ms", 0.25), ("30m", 1800.0), ("1h30m", 5400.0), ("2d", 172_800.0)],
+)
+def test_times(text: str, seconds: float) -> None:
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "s", "5x", "1h 30m", "5sm", "-5s"])
+def test_what_is_no_time(text: str) -> None:
+    with pytest.raises(UserError, match="like 30s"):
+        parse_seconds(text)

@@ -41,7 +41,7 @@ def test_a_look_that_fails_in_between_is_one_beat_old(
     pipe: tuple[int, Reporter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(beat, "BEAT_PERIOD_S", 0.0)
-    looks = iter([Work("plan 1", 1), IndexError("deque"), Work("plan 2", 2)])
+    looks: Iterator[Work | Exception] = iter([Work("plan 1", 1), IndexError("deque"), Work("plan 2", 2)])
 
     def look() -> Work:
         found = next(looks, Work())

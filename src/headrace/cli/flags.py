@@ -10,7 +10,7 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from headrace.cli.units import parse_bytes, parse_int, parse_ints
+from headrace.cli.units import parse_bytes, parse_int, parse_ints, parse_seconds
 
 Config = TypeVar("Config")
 
@@ -60,6 +60,8 @@ class Flag:
         options = _options(self.type)
         if any(get_origin(option) is tuple and get_args(option)[0] is int for option in options):
             return parse_ints
+        if self.field.endswith("_s"):
+            return parse_seconds
         # The library's own reading of an integer rounds 1.5.
         return parse_int if int in options else None
 
@@ -82,6 +84,29 @@ def build(config: type[Config], values: Mapping[str, Any]) -> Config:
         elif entry.name in values:
             given[entry.name] = values[entry.name]
     return config(**given)
+
+
+def arguments(config: Any) -> list[str]:
+    """The command line that `config` is read from, without what is as by default: the inverse of parsing."""
+    words: list[str] = []
+    values = _leaves(config)
+    for flag in flags_of(type(config)):
+        value = values[flag.field]
+        if value == flag.default:
+            continue
+        assert value is not None, f"{flag.name} cannot be unset"
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        words.append(flag.name if value is True else f"{flag.name}={text.lower() if value is False else text}")
+    return words
+
+
+def _leaves(config: Any) -> dict[str, Any]:
+    """The tree's values by field name."""
+    found: dict[str, Any] = {}
+    for entry in fields(config):
+        value = getattr(config, entry.name)
+        found |= _leaves(value) if is_dataclass(value) else {entry.name: value}
+    return found
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:

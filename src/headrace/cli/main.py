@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 from cyclopts import (
@@ -20,7 +20,7 @@ from cyclopts import (
 )
 
 import headrace
-from headrace.cli.flags import Flag, build, flags_of
+from headrace.cli.flags import Flag, arguments, build, flags_of
 from headrace.config import ServeConfig
 from headrace.errors import Fault, UserError
 
@@ -107,6 +107,45 @@ def _simulate_config() -> type[Any]:
     return SimulateConfig
 
 
+def _wait(config: Any) -> int:
+    from headrace.wait.run import wait
+
+    return wait(config)
+
+
+def _wait_config() -> type[Any]:
+    from headrace.wait.config import WaitConfig
+
+    return WaitConfig
+
+
+def _service(config: Any) -> int:
+    from headrace.service.run import service
+
+    # The model is given by place, and no secret on a command line.
+    serve = replace(config.serve, http=replace(config.serve.http, api_key=None))
+    engine = replace(serve.engine, model=replace(serve.engine.model, model=None))
+    return service(config, arguments(replace(serve, engine=engine)))
+
+
+def _service_config() -> type[Any]:
+    from headrace.service.config import ServiceConfig
+
+    return ServiceConfig
+
+
+def _doctor(config: Any) -> int:
+    from headrace.doctor.run import doctor
+
+    return doctor(config)
+
+
+def _doctor_config() -> type[Any]:
+    from headrace.doctor.config import DoctorConfig
+
+    return DoctorConfig
+
+
 COMMANDS = {
     "serve": Command(
         lambda: ServeConfig,
@@ -123,13 +162,26 @@ COMMANDS = {
         "Serve requests in virtual time on hardware that need not be there: throughput, latencies, idle stages.",
         ("model",),
     ),
+    "service": Command(
+        _service_config,
+        _service,
+        "Run a model as a service of systemd: install, remove, start, stop, restart, status or logs.",
+        ("action", "name", "model"),
+    ),
+    "wait": Command(
+        _wait_config, _wait, "Wait until an OpenAI-compatible engine answers, and say why where it does not."
+    ),
+    "doctor": Command(
+        _doctor_config, _doctor, "Name known causes of a failure in a log or a folder of diagnostics.", ("path",)
+    ),
 }
 
 
 def _function(command: Command) -> Callable[..., int]:
     """A function with the flags of the command as its signature, which is what the library reads."""
     config = command.config()
-    flags = sorted(flags_of(config), key=lambda flag: flag.field not in command.positional)
+    places = {field: place for place, field in enumerate(command.positional)}
+    flags = sorted(flags_of(config), key=lambda flag: places.get(flag.field, len(places)))
 
     def function(*args: Any, **values: Any) -> int:
         return command.call(build(config, dict(zip(command.positional, args, strict=False)) | values))

@@ -1,4 +1,4 @@
-"""Values that a person writes with more than digits: bytes with units, lists with commas."""
+"""Values that a person writes with more than digits: bytes and seconds with units, lists with commas."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ _UNITS = {
     **{f"{prefix}{end}": 1024**n for n, prefix in enumerate("kmgt", start=1) for end in ("i", "ib")},
 }
 
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
 
 def parse_bytes(text: str) -> int:
     """Bytes from `512MB`, `2GiB`, `1.5G` or plain digits. Raises UserError."""
@@ -21,6 +23,18 @@ def parse_bytes(text: str) -> int:
     if match is None or unit is None:
         raise UserError("not a size; write it like 512MB, 2GiB or 1.5G")
     return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds from `30s`, `5m`, `1h30m`, `250ms` or a plain number. Raises UserError."""
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    parts = re.findall(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)", text)
+    if not parts or "".join(map("".join, parts)) != text:
+        raise UserError("must be a number of seconds, or like 30s, 5m or 1h30m")
+    return sum(float(number) * _SECONDS[unit] for number, unit in parts)
 
 
 def parse_int(text: str) -> int:

@@ -1,0 +1,1 @@
+"""`headrace service`: an engine as a unit of systemd. Torch-free."""

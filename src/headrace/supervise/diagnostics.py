@@ -103,7 +103,7 @@ def save(root: Path, evidence: Evidence, config: ServeConfig, directory: Path, g
             files[f"stacks-{slug(who)}.txt"] = _tail(stacks_file(directory, who))
         for name, data in files.items():
             if data:
-                (folder / name).write_bytes(redact(data[-MAX_FILE:], hide))
+                (folder / name).write_bytes(redact(data, hide)[-MAX_FILE:])
         _prune(root)
     except OSError as error:
         log.warning("no diagnostics in %s: %s", folder, error.strerror or error)

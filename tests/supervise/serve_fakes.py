@@ -1,4 +1,4 @@
-"""A supervisor over fake children, run as a program by the tests: `serve_fakes WHO BODY WHO BODY ...`."""
+"""A supervisor over fake children, run as a program by the tests: `serve_fakes [--quiet] WHO BODY WHO BODY ...`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from headrace.mesh import Mesh
 from headrace.supervise.life import Life
 from headrace.supervise.notify import Notifier
 from headrace.supervise.screen import Screen, ready_json
+from headrace.supervise.vitals import Limits
 from headrace.supervise.watch import StopSignals, Watch
 from tests.supervise.fakes import fake
 
 
 def main(arguments: list[str]) -> int:
+    quiet = arguments[0] == "--quiet"
+    arguments = arguments[1:] if quiet else arguments
     commands = [fake(who, body) for who, body in zip(arguments[::2], arguments[1::2], strict=True)]
 
     def on_ready(engine: Mapping[str, Any], http: Mapping[str, Any], ready_s: float) -> None:
         mesh = Mesh(pp=1, tp=1, ep=1, split=(1,))
-        print(json.dumps({"engine": engine["pid"], "http": http["pid"]}), file=sys.stderr, flush=True)
+        if not quiet:
+            print(json.dumps({"engine": engine["pid"], "http": http["pid"]}), file=sys.stderr, flush=True)
         print(ready_json(url="http://x", pid=0, mesh=mesh, fields=engine, ready_s=ready_s), flush=True)
 
     def on_end(engine: Mapping[str, Any]) -> None:
@@ -38,6 +42,7 @@ def main(arguments: list[str]) -> int:
             on_ready=on_ready,
             on_end=on_end,
             drain_s=5.0,
+            limits=Limits(stall_s=float(os.environ.get("STALL_S", "60"))),
         ).run()
 
 

@@ -55,7 +55,8 @@ class StopSignals:
         self.requested = False
         self.at_once = False
         """Whether a second signal came: everything is killed."""
-        self._group: ProcessGroup | None = None
+        self.group: ProcessGroup | None = None
+        """What a signal stops."""
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -72,16 +73,16 @@ class StopSignals:
 
     def stop_group(self, group: ProcessGroup) -> None:
         """From now on a signal wakes `group`'s wait instead of raising `Stopped`."""
-        self._group = group
+        self.group = group
 
     def _handle(self, _signal: int, _frame: FrameType | None) -> None:
-        if self._group is None:
+        if self.group is None:
             raise Stopped
         if self.requested:
             self.at_once = True
-            self._group.kill()
+            self.group.kill()
         self.requested = True
-        self._group.wake()
+        self.group.wake()
 
 
 @dataclass(kw_only=True)

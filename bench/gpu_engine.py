@@ -22,7 +22,8 @@ from bench.gpu_timing import Machine, gpu_memory, machine, one_line
 
 from headrace.config import LayoutConfig, ModelConfig, RunConfig, ScheduleConfig
 from headrace.engine.llm import LLM
-from headrace.step import SamplingParams, StageStats
+from headrace.sampling import SamplingParams
+from headrace.step import StageStats
 
 EXTRA_PROMPTS = 8
 """By which the larger count of a prefill measurement exceeds the smaller one."""

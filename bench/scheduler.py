@@ -1,8 +1,10 @@
 """What the scheduler costs, and how level and busy it keeps a pipeline: `python bench/scheduler.py [speed | levels]`.
 
-`speed`: how many steps a second the scheduler makes alone; a step is one plan and its commit. `levels`: a pipeline in
-virtual time, with a host between a result and the plan that answers it: how unlike the microbatches are, how near the
-tokens a second come to the best of level ones without a host, how many rows are computed past a stop.
+`speed`: what the scheduler takes alone for a plan of all requests at once, and how many steps a second it makes where
+they are spread over stages; a step is one plan and its commit. Half of every prompt is shared, and where there is a
+prefix cache, the pool is full of what others left. `levels`: a pipeline in virtual time, with a host between a result
+and the plan that answers it: how unlike the microbatches are, how near the tokens a second come to the best of level
+ones without a host, how many rows are computed past a stop.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from headrace.schedule import Request, Scheduler, SchedulerConfig
 from headrace.step import ROW_WIDTH, SamplerSpec, StepPlan, StepResult, pack, unpack
 
 NUM_STEPS = 10_000
+NUM_WHOLE = 1500
+NUM_RUNS = 3
 NUM_REQUESTS = 256
 NUM_STAGES = 8
 
@@ -36,19 +40,66 @@ def answer(plan: StepPlan) -> StepResult:
     return StepResult(plan.plan_id, pack(np.ones(int(unpack(plan.rows, ROW_WIDTH)[:, 3].sum()), np.int32)))
 
 
-def measure(prompt_len: int, output_len: int, num_pages: int, run_ahead: int) -> tuple[float, int, int]:
-    """Seconds inside the scheduler for NUM_STEPS steps of a closed loop, tokens made, pre-emptions."""
+def make(num_stages: int, num_pages: int, run_ahead: int, *, prefix_cache: bool) -> Scheduler:
+    """A scheduler whose pages, where they are cached, all hold what somebody computed before."""
     config = SchedulerConfig(
-        num_stages=NUM_STAGES,
+        num_stages=num_stages,
         max_running=NUM_REQUESTS,
         chunk=2048,
         page_size=16,
         num_pages=num_pages,
         max_len=32768,
         run_ahead=run_ahead,
+        prefix_cache=prefix_cache,
     )
     scheduler = Scheduler(config)
-    prompt = pack(range(prompt_len))
+    length = min(16 * num_pages, config.max_len) - 16
+    for number in range(16 * num_pages // length + 1 if prefix_cache else 0):
+        scheduler.submit(Request(f"before {number}", pack(np.arange(length) + number + 1), 1), 0.0)
+        while scheduler.has_work:
+            plans = list(iter(lambda: scheduler.schedule(0.0), None))
+            for plan in plans:
+                scheduler.commit(answer(plan), 0.0)
+    return scheduler
+
+
+def prompt_of(number: int, length: int) -> bytes:
+    """Half of it as all others have it."""
+    half = length // 2
+    return pack([*range(half), *range(number, number + length - half)])
+
+
+def whole_plans(run_ahead: int, *, prefix_cache: bool) -> tuple[float, float]:
+    """Median seconds for a plan of all requests, and for its commit, on one stage."""
+    scheduler = make(1, 40_000, run_ahead, prefix_cache=prefix_cache)
+    for number in range(NUM_REQUESTS):
+        request = Request(f"r{number}", prompt_of(number, 128), 2000, SamplerSpec(stop_token_ids=[STOP]))
+        scheduler.submit(request, 0.0)
+    in_flight: deque[StepPlan] = deque()
+    plans_s, commits_s = [], []
+    while len(plans_s) < NUM_WHOLE:
+        if in_flight:
+            result = answer(in_flight.popleft())
+            started = time.perf_counter()
+            scheduler.commit(result, 0.0)
+            commits_s.append(time.perf_counter() - started)
+        while True:
+            started = time.perf_counter()
+            plan = scheduler.schedule(0.0)
+            ended = time.perf_counter()
+            if plan is None:
+                break
+            in_flight.append(plan)
+            if len(plan.rows) == 4 * ROW_WIDTH * NUM_REQUESTS and not plan.register:
+                plans_s.append(ended - started)
+    return float(np.median(plans_s)), float(np.median(commits_s[-NUM_WHOLE:]))
+
+
+def measure(
+    prompt_len: int, output_len: int, num_pages: int, run_ahead: int, *, prefix_cache: bool
+) -> tuple[float, int, int]:
+    """Seconds inside the scheduler for NUM_STEPS steps of a closed loop, tokens made, pre-emptions."""
+    scheduler = make(NUM_STAGES, num_pages, run_ahead, prefix_cache=prefix_cache)
     sampler = SamplerSpec(stop_token_ids=[STOP])
     num_submitted = num_tokens = num_steps = 0
     in_flight: deque[StepPlan] = deque()
@@ -56,12 +107,15 @@ def measure(prompt_len: int, output_len: int, num_pages: int, run_ahead: int) ->
     while num_steps < NUM_STEPS:
         results = [answer(in_flight.popleft())] if in_flight else []
         missing = NUM_REQUESTS - scheduler.num_running - scheduler.num_waiting
+        # Lengths differ, so that requests do not all end at once.
+        new = [
+            Request(f"r{number}", prompt_of(number, prompt_len), output_len // 2 + number * 37 % output_len, sampler)
+            for number in range(num_submitted, num_submitted + missing)
+        ]
+        num_submitted += missing
         started = time.perf_counter()
-        for _ in range(missing):
-            # Lengths differ, so that requests do not all end at once.
-            length = output_len // 2 + num_submitted * 37 % output_len
-            scheduler.submit(Request(f"r{num_submitted}", prompt, length, sampler), 0.0)
-            num_submitted += 1
+        for request in new:
+            scheduler.submit(request, 0.0)
         for result in results:
             num_tokens += len(scheduler.commit(result, 0.0))
             num_steps += 1
@@ -174,20 +228,31 @@ def level(num_stages: int, num_requests: int, run_ahead: int, *, stops: bool) ->
 
 
 def show_speed() -> None:
-    """Print a line a workload."""
+    """Print a line a workload: with nothing but running requests, the best of several runs."""
+    print(f"a plan of {NUM_REQUESTS} rows, median of {NUM_WHOLE}")
+    for prefix_cache in (False, True):
+        for run_ahead in (0, 2):
+            runs = [whole_plans(run_ahead, prefix_cache=prefix_cache) for _ in range(NUM_RUNS)]
+            plan_s, commit_s = min(run[0] for run in runs), min(run[1] for run in runs)
+            print(f"cache {prefix_cache:1} ahead {run_ahead}{1e6 * plan_s:8.0f} us, its commit {1e6 * commit_s:.0f} us")
     print(f"{NUM_STEPS} steps, {NUM_REQUESTS} requests, {NUM_STAGES} stages")
     for name, prompt_len, output_len, num_pages in (
         ("long decodes", 128, 20_000, 400_000),
         ("short requests", 512, 128, 400_000),
         ("short of pages", 512, 512, 6_000),
     ):
-        for run_ahead in (0, 2):
-            spent_s, num_tokens, num_preemptions = measure(prompt_len, output_len, num_pages, run_ahead)
-            print(
-                f"{name:<16}ahead {run_ahead}{spent_s:6.2f} s {NUM_STEPS / spent_s:8.0f} steps/s "
-                f"{1e6 * spent_s / NUM_STEPS:6.0f} us/step {1e6 * spent_s / num_tokens:6.2f} us/token "
-                f"{num_preemptions:6} pre-emptions"
-            )
+        for prefix_cache in (False, True):
+            for run_ahead in (0, 2):
+                runs_of = [
+                    measure(prompt_len, output_len, num_pages, run_ahead, prefix_cache=prefix_cache)
+                    for _ in range(NUM_RUNS)
+                ]
+                spent_s, num_tokens, num_preemptions = min(runs_of)
+                print(
+                    f"{name:<16}cache {prefix_cache:1} ahead {run_ahead}{spent_s:6.2f} s {NUM_STEPS / spent_s:8.0f} "
+                    f"steps/s {1e6 * spent_s / NUM_STEPS:6.0f} us/step {1e6 * spent_s / num_tokens:6.2f} us/token "
+                    f"{num_preemptions:6} pre-emptions"
+                )
 
 
 def show_levels() -> None:

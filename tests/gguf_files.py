@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gguf
 import numpy as np
@@ -47,15 +50,24 @@ def write_tiny_gguf(
     return tensors
 
 
+@contextmanager
+def parsed_once() -> Iterator[None]:
+    """What transformers asks of `gguf` again and again for one file, it gets from memory: half the time goes."""
+    reader, names = functools.cache(gguf.GGUFReader), functools.cache(gguf.get_tensor_name_map)
+    with mock.patch.object(gguf, "GGUFReader", reader), mock.patch.object(gguf, "get_tensor_name_map", names):
+        yield
+
+
 def load_gguf_reference(path: Path) -> Any:
     """The file as transformers reads and runs it, in float32 and evaluation mode."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     # from_pretrained does the same, but asks for another package first.
-    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    with parsed_once():
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
     problems = model.load_state_dict(tensors, strict=False)
     assert not problems.unexpected_keys, problems
     assert set(problems.missing_keys) <= ({"lm_head.weight"} if config.tie_word_embeddings else set()), problems

@@ -5,10 +5,16 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from headrace.schedule import SchedulerConfig
+from headrace.schedule.order import POLICIES
 from headrace.step import SamplerSpec
 from tests.fakes.executor import VOCAB_SIZE
 
 TOKENS = st.integers(0, VOCAB_SIZE - 1)
+
+
+ALIKE = st.lists(st.sampled_from([7, 7, 7, 8]), min_size=1, max_size=20)
+"""Prompts that often begin alike."""
+PROMPTS = ALIKE | st.lists(TOKENS, min_size=1, max_size=20)
 
 
 @st.composite
@@ -23,6 +29,9 @@ def scheduler_configs(draw: st.DrawFn) -> SchedulerConfig:
         max_len=draw(st.sampled_from([8, 24, 64])),
         max_in_flight=draw(st.sampled_from([None, None, 1, 2])),
         headroom=draw(st.sampled_from([0, 0, 4, 32])),
+        prefix_cache=draw(st.sampled_from([True, True, True, False])),
+        policy=draw(st.sampled_from(list(POLICIES.values()))),
+        max_waiting=draw(st.sampled_from([None, None, None, 0, 2])),
     )
 
 

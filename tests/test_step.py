@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.sampling import SamplingParams
 from headrace.step import (
     Join,
     Register,
     SamplerSpec,
-    SamplingParams,
     StepPlan,
     StepResult,
     Stop,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.engine.llm import LLM as LLM
-    from headrace.step import SamplingParams as SamplingParams
+    from headrace.sampling import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
@@ -19,7 +19,7 @@ def __getattr__(name: str) -> Any:
 
         return LLM
     if name == "SamplingParams":
-        from headrace.step import SamplingParams
+        from headrace.sampling import SamplingParams
 
         return SamplingParams
     raise AttributeError(f"module 'headrace' has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,6 +11,7 @@ from headrace.errors import UserError
 DeviceName = Literal["auto", "cpu", "cuda"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
 AttentionName = Literal["auto", "torch", "triton"]
+PolicyName = Literal["fcfs", "priority"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +26,12 @@ class LayoutConfig:
     """Ranks of a stage over which whole experts are spread; alone it implies as many tensor-parallel ranks."""
     split: tuple[int, ...] | None = None
     """Layers of each stage, first to last; by default the split that levels the stages' time."""
+    layout: str | None = None
+    """All of it by its name: pp4, pp4ep2, ...; auto is what headrace plan puts first on this machine."""
 
     def __post_init__(self) -> None:
+        if self.layout is not None:
+            self._take_name(self.layout)
         for flag, value in (("--pp", self.pp), ("--tp", self.tp), ("--ep", self.ep)):
             if value < 1:
                 raise UserError(f"{flag} {value}: must be at least 1")
@@ -38,6 +44,19 @@ class LayoutConfig:
                 raise UserError(f"--split names {len(self.split)} stages, --pp says {self.pp}")
             if min(self.split) < 1:
                 raise UserError(f"--split {','.join(map(str, self.split))}: every stage needs at least one layer")
+
+    def _take_name(self, name: str) -> None:
+        """Degrees from a name; auto stays, for who knows the machine."""
+        if (self.pp, self.tp, self.ep) != (1, 1, 1) or (name == "auto" and self.split is not None):
+            raise UserError(f"--layout {name}: stands for --pp, --tp, --ep and, if auto, --split; leave them out")
+        if name == "auto":
+            return
+        found = re.fullmatch(r"(?:pp(\d+))?(?:tp(\d+))?(?:ep(\d+))?", name.replace("×", ""))
+        if found is None or not any(found.groups()):
+            raise UserError(f"--layout {name}: write auto, or a name like pp4, tp2, pp4ep2")
+        for field_name, degree in zip(("pp", "tp", "ep"), found.groups(), strict=True):
+            object.__setattr__(self, field_name, int(degree or 1))
+        object.__setattr__(self, "layout", None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +103,12 @@ class ScheduleConfig:
     """Plans issued beyond those live on the stages, before their inputs are sampled; 2 on a GPU and 0 on a CPU."""
     balance: Literal["auto", "level"] = "auto"
     """Decode rows of each microbatch; level is the same for all, auto lets them differ where stages' bytes say so."""
+    prefix_cache: bool = True
+    """Whether a prompt takes over KV pages that hold what it begins with, whoever computed them."""
+    policy: PolicyName = "fcfs"
+    """Who goes first and gives way last: who came first, or whose priority is lowest, among equals who came first."""
+    max_waiting: int | None = None
+    """Most requests that wait for a place; what comes beyond them is refused. By default any number waits."""
 
     def __post_init__(self) -> None:
         for flag, value in (
@@ -94,6 +119,8 @@ class ScheduleConfig:
         ):
             if value is not None and value < 1:
                 raise UserError(f"{flag} {value}: must be at least 1")
+        if self.max_waiting is not None and self.max_waiting < 0:
+            raise UserError(f"--max-waiting {self.max_waiting}: must be at least 0")
         if self.run_ahead is not None and not 0 <= self.run_ahead <= 16:
             raise UserError(f"--run-ahead {self.run_ahead}: must be between 0 and 16")
 

@@ -15,6 +15,10 @@ class CheckpointError(UserError):
     """A tensor is missing, truncated, of a wrong shape or unknown; the message lists names."""
 
 
+class QueueFull(UserError):
+    """As many requests wait as may; what was asked can be asked again later."""
+
+
 class Fault(RuntimeError):
     """Something broke that the user did not cause; the message is one line. Exit code 1."""
 

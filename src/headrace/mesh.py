@@ -108,6 +108,8 @@ class Mesh:
 
 def build_mesh(layout: LayoutConfig, spec: ModelSpec) -> Mesh:
     """Resolve and check a layout against a model. Raises UserError naming the flag."""
+    if layout.layout is not None:
+        raise UserError(f"--layout {layout.layout}: headrace serve chooses; name a layout here")
     if layout.pp > spec.num_layers:
         raise UserError(f"--pp {layout.pp}: the model has only {spec.num_layers} layers")
     split = layout.split

@@ -5,12 +5,15 @@ Arrays travel as little-endian bytes (`pack`/`unpack`), so a plan costs a few by
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
+from headrace.sampling import SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -19,6 +22,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 def pack(values: Sequence[int] | Int32Array) -> bytes:
     """Encode integers as little-endian int32 bytes."""
+    if isinstance(values, list):  # three times as fast as through an array
+        return struct.pack(f"<{len(values)}i", *values)
     return np.ascontiguousarray(values, dtype="<i4").tobytes()
 
 
@@ -31,84 +36,6 @@ def unpack(data: bytes, width: int = 1) -> Int32Array:
 # --- what a user asks for -------------------------------------------------------------------------------------------
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How tokens are chosen and when a request ends. Values are checked by `validate`, which names the field."""
-
-    temperature: float = 1.0
-    """0 is greedy."""
-    top_k: int = 0
-    """0 keeps every token."""
-    top_p: float = 1.0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    """Over prompt and output, as in transformers; 1 is none."""
-    logit_bias: dict[int, float] = {}
-    seed: int | None = None
-    """None: one is drawn for the request when it is submitted."""
-    logprobs: int | None = None
-    """None: none; n: the chosen token's and the n best tokens' log-probabilities, of the model's own distribution."""
-    prompt_logprobs: int | None = None
-    """The same for every prompt position but the first."""
-    max_tokens: int | None = None
-    """Most tokens to generate; None: up to the model's length. 0 only with prompt_logprobs or echo."""
-    min_tokens: int = 0
-    """No stop token is sampled before so many tokens."""
-    ignore_eos: bool = False
-    stop: tuple[str, ...] = ()
-    """Texts that end the request; never part of the output."""
-    stop_token_ids: tuple[int, ...] = ()
-
-    def ending_at(self, token_ids: Sequence[int]) -> SamplingParams:
-        """The same with these ids as ends too, unless ignore_eos: a tokenizer may know more ends than the config."""
-        if self.ignore_eos or set(token_ids) <= set(self.stop_token_ids):
-            return self
-        ends = tuple(dict.fromkeys((*self.stop_token_ids, *token_ids)))
-        return msgspec.structs.replace(self, stop_token_ids=ends)
-
-    def validate(self, vocab_size: int) -> None:
-        """Raise ValueError naming the field whose value cannot be used."""
-        checks: tuple[tuple[str, bool, str], ...] = (
-            ("temperature", 0.0 <= self.temperature <= 100.0, "must be between 0 and 100"),
-            ("top_k", self.top_k >= -1, "must be 0 (all), or at least 1"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "must be above 0 and at most 1"),
-            ("min_p", 0.0 <= self.min_p <= 1.0, "must be between 0 and 1"),
-            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "must be between -2 and 2"),
-            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "must be between -2 and 2"),
-            ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "must be above 0 and at most 100"),
-            ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "must fit 64 bits"),
-            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "must be between 0 and 20"),
-            (
-                "prompt_logprobs",
-                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20,
-                "must be between 0 and 20",
-            ),
-            ("max_tokens", self.max_tokens is None or self.max_tokens >= 0, "must be at least 0"),
-            ("min_tokens", self.min_tokens >= 0, "must be at least 0"),
-            ("logit_bias", len(self.logit_bias) <= 1024, "holds more than 1024 tokens"),
-            (
-                "logit_bias",
-                all(0 <= t < vocab_size and -100.0 <= b <= 100.0 for t, b in self.logit_bias.items()),
-                f"needs token ids under {vocab_size} and values between -100 and 100",
-            ),
-            ("stop", len(self.stop) <= 16 and all(self.stop), "takes at most 16 non-empty texts"),
-            (
-                "stop_token_ids",
-                len(self.stop_token_ids) <= 512 and all(0 <= t < vocab_size for t in self.stop_token_ids),
-                f"needs at most 512 ids under {vocab_size}",
-            ),
-            (
-                "min_tokens",
-                self.max_tokens is None or self.min_tokens <= self.max_tokens,
-                "must not be above max_tokens",
-            ),
-        )
-        for name, good, problem in checks:
-            if not good:
-                raise ValueError(f"{name}: {problem}")
-
-
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """Client to engine: a request. Its id is unique within the client."""
 
@@ -116,6 +43,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     tokens: bytes
     """Prompt, packed int32, at least one token."""
     sampling: SamplingParams
+    priority: int = 0
+    """Lower goes first, where the engine's policy is priority."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -128,7 +57,11 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """Client to engine: send me status from now on."""
 
 
-ClientMessage = Submit | Abort | Hello
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
+    """Client to engine: forget what is cached; requests that are submitted after this find nothing from before."""
+
+
+ClientMessage = Submit | Abort | Hello | ResetPrefixCache
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -154,6 +87,10 @@ class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """One line, with finish_reason `error`."""
     queued_s: float = 0.0
     """Time from submission to the first step, in the first output only."""
+    num_cached: int = 0
+    """Prompt tokens that were found in the prefix cache, in the first output only."""
+    refused: bool = False
+    """With an error: as many requests wait as may, so this one was not taken."""
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
@@ -200,6 +137,16 @@ class StageStats(msgspec.Struct, frozen=True):
     """Device memory of each rank's graphs."""
 
 
+class WarmUp(msgspec.Struct, frozen=True):
+    """How long the first request took, from being planned: the first run of what every step does."""
+
+    prompt_tokens: int = 0
+    prompt_s: float = 0.0
+    """To the prompt's token."""
+    decode_s: float = 0.0
+    """From one token to the next, at its shortest."""
+
+
 class EngineStatus(msgspec.Struct, frozen=True, tag="status"):
     """Engine to client: sent at every change of phase and about once a second."""
 
@@ -211,7 +158,13 @@ class EngineStatus(msgspec.Struct, frozen=True, tag="status"):
     kv_tokens: int = 0
     """Capacity of the KV cache in tokens."""
     kv_usage: float = 0.0
-    """Share of its pages in use."""
+    """Share of its pages that requests hold."""
+    kv_cached: float = 0.0
+    """Share of its pages that no request holds and that are kept for what they hold."""
+    prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix cache since start."""
+    prefix_hits: int = 0
+    """Those of them that were there."""
     max_len: int = 0
     """Longest request in tokens, prompt and output together."""
     vocab_size: int = 0
@@ -226,6 +179,7 @@ class EngineStatus(msgspec.Struct, frozen=True, tag="status"):
     """Time the engine spent on scheduling, encoding and results since start."""
     settled: bool = False
     """Whether nothing is in flight and the stages' counters hold all that was."""
+    warm: WarmUp = WarmUp()
 
 
 EngineMessage = Outputs | EngineStatus

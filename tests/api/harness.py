@@ -38,7 +38,12 @@ class _Folder:
 
 
 def make_service(
-    folder: Path, engine: FakeEngine, *, api_key: str | None = None, chat_template: str | None = CHATML
+    folder: Path,
+    engine: FakeEngine,
+    *,
+    api_key: str | None = None,
+    chat_template: str | None = CHATML,
+    has_priorities: bool = False,
 ) -> Service:
     """A service over the tokenizer that it writes to the folder: one token a byte."""
     write_tiny_tokenizer(folder, VOCAB, chat_template=chat_template)
@@ -50,6 +55,7 @@ def make_service(
         model=ServedModel(name=NAME, root="/models/tiny", vocab_size=VOCAB),
         metrics=Metrics(NAME, lambda: engine.status, lambda: service.not_ready is None),
         api_key=api_key,
+        has_priorities=has_priorities,
         created=1700000000,
     )
     return service

@@ -68,6 +68,13 @@ def test_log_probabilities_without_the_best_tokens(says: Says) -> None:
     assert [one["top_logprobs"] for one in content] == [[], []]
 
 
+def test_cached_tokens_are_told(caller: Caller, engine: FakeEngine) -> None:
+    engine.num_cached = 5
+    assert caller.chat("x", max_tokens=2).json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}
+    *_, last = events_of(caller.chat("x", max_tokens=2, n=2, stream=True, stream_options={"include_usage": True}))
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}
+
+
 def test_a_stream_greets_every_choice_once_and_ends_each(says: Says) -> None:
     response = says("hé").chat("x", stream=True, n=2, stream_options={"include_usage": True})
     *chunks, last = events_of(response)

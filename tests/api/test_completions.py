@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,14 @@ from tests.fakes.engine import FakeEngine
 Says = Callable[[str], Caller]
 
 
+def usage(num_prompt: int, num_completion: int, num_cached: int = 0) -> dict[str, Any]:
+    """What an answer says of its tokens."""
+    return {
+        "prompt_tokens": num_prompt, "completion_tokens": num_completion, "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }  # fmt: skip
+
+
 def test_a_text_is_completed_and_counted(says: Says) -> None:
     answer = says("héllo").complete(model=NAME, prompt="ab", max_tokens=50).json()
     assert answer["object"] == "text_completion"
@@ -22,7 +31,7 @@ def test_a_text_is_completed_and_counted(says: Says) -> None:
     assert answer["id"].startswith("cmpl-")
     assert answer["choices"] == [{"index": 0, "text": "héllo", "logprobs": None, "finish_reason": "stop"}]
     # Six bytes and the end token.
-    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 7, "total_tokens": 9}
+    assert answer["usage"] == usage(2, 7)
 
 
 def test_no_model_means_the_served_one_and_sixteen_tokens_are_the_default(caller: Caller, engine: FakeEngine) -> None:
@@ -59,7 +68,46 @@ def test_choices_are_indexed_prompt_by_prompt_and_their_seeds_differ(caller: Cal
     assert [asked[str(i)].sampling.seed for i in range(4)] == [5, 6, 5, 6]
     # The fake's first letter is 97 + (tokens + seed) % 26.
     assert [choice["text"] for choice in answer["choices"]] == ["yz", "za", "ab", "bc"]
-    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 8, "total_tokens": 10}
+    assert answer["usage"] == usage(2, 8)
+
+
+def test_cached_tokens_count_once_a_prompt(caller: Caller, engine: FakeEngine) -> None:
+    engine.num_cached = 2
+    body = {"prompt": ["abc", "def"], "n": 3, "max_tokens": 2}
+    assert caller.complete(**body).json()["usage"] == usage(6, 12, 2 * 2)
+    *_, last = events_of(caller.complete(**body, stream=True, stream_options={"include_usage": True}))
+    assert last["usage"] == usage(6, 12, 2 * 2)
+    assert caller.complete(prompt="abc", max_tokens=0).json()["usage"] == usage(3, 0)
+
+
+def test_a_priority_reaches_an_engine_that_looks_at_it(tmp_path: Path, engine: FakeEngine) -> None:
+    caller = make_caller(tmp_path, engine, has_priorities=True)
+    caller.complete(prompt="a", priority=-3, n=2, max_tokens=1)
+    caller.chat("a", priority=7, max_tokens=1)
+    caller.complete(prompt="a", max_tokens=1)
+    assert [one.priority for one in engine.submitted] == [-3, -3, 7, 0]
+
+
+def test_a_priority_that_nobody_looks_at_is_an_error(caller: Caller) -> None:
+    assert caller.complete(prompt="a", priority=0).status_code == 200
+    for response in (caller.complete(prompt="a", priority=1), caller.chat("a", priority=-1)):
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["param"], error["code"]) == ("priority", "invalid_value")
+        assert "--policy priority" in error["message"]
+
+
+@pytest.mark.parametrize("body", [{}, {"stream": True}, {"n": 3}, {"n": 3, "stream": True}])
+def test_a_full_queue_is_429_and_says_when_to_come_again(caller: Caller, engine: FakeEngine, body: Any) -> None:
+    engine.max_requests = 0
+    for response in (caller.complete(prompt="a", **body), caller.chat("a", **body)):
+        assert response.status_code == 429
+        assert response.headers["retry-after"] == "1"
+        error = response.json()["error"]
+        assert (error["type"], error["code"], error["param"]) == ("rate_limit_error", "rate_limit_exceeded", None)
+        assert error["message"] == "Too many requests: 5 requests wait already."
+    engine.max_requests = None
+    assert caller.complete(prompt="a", **body).status_code == 200
 
 
 def test_the_last_seed_of_64_bits_has_a_successor(caller: Caller, engine: FakeEngine) -> None:
@@ -129,7 +177,7 @@ def test_echo_alone_asks_for_no_log_probabilities(says: Says) -> None:
 def test_no_tokens_can_be_asked_for(caller: Caller, engine: FakeEngine) -> None:
     answer = caller.complete(prompt="xy", max_tokens=0, echo=True).json()
     assert answer["choices"] == [{"index": 0, "text": "xy", "logprobs": None, "finish_reason": "length"}]
-    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2}
+    assert answer["usage"] == usage(2, 0)
     assert engine.submitted == []
 
 

@@ -76,6 +76,22 @@ def test_the_key_guards_v1_and_nothing_else(tmp_path: Path, engine: FakeEngine) 
         assert caller("GET", path).status_code == 200
 
 
+def test_the_prefix_cache_is_reset_by_who_may(tmp_path: Path, engine: FakeEngine) -> None:
+    caller = make_caller(tmp_path, engine, api_key="key")
+    assert caller("POST", "/reset_prefix_cache").status_code == 401
+    assert engine.num_resets == 0
+    key = {"authorization": "Bearer key"}
+    assert caller("POST", "/reset_prefix_cache", headers=key).json()["status"] == "ok"
+    assert engine.num_resets == 1
+    assert caller("GET", "/reset_prefix_cache", headers=key).status_code == 405
+    engine.status = EngineStatus("loading")
+    assert caller("POST", "/reset_prefix_cache", headers=key).status_code == 503
+    engine.status = READY
+    engine.lost = "worker rank 0 died"
+    assert caller("POST", "/reset_prefix_cache", headers=key).status_code == 503
+    assert engine.num_resets == 1
+
+
 def test_the_key_is_asked_for_before_readiness(tmp_path: Path) -> None:
     caller = make_caller(tmp_path, FakeEngine(status=EngineStatus("loading")), api_key="key")
     assert caller("GET", "/v1/models").status_code == 401
@@ -159,7 +175,8 @@ def test_metrics(caller: Caller) -> None:
         "time_to_first_token_seconds_count": 3, "inter_token_latency_seconds_count": 5,
         "time_per_output_token_seconds_count": 3, "e2e_request_latency_seconds_count": 3,
         "request_queue_time_seconds_count": 3, "request_queue_time_seconds_sum": 1.5,
-        "engine_host_seconds_total": 0.125,
+        "engine_host_seconds_total": 0.125, "kv_cache_cached_perc": 0.5, "prefix_cache_queries_total": 900,
+        "prefix_cache_hits_total": 300,
     }  # fmt: skip
     assert {name: samples[name, None, None] for name in expected} == expected
     assert samples["request_success_total", None, "length"] == 3

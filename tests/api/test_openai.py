@@ -67,6 +67,8 @@ def test_chat_stream(client: openai.OpenAI) -> None:
     assert chunks[-1].choices[0].finish_reason == "stop"
     assert last.usage is not None
     assert last.usage.completion_tokens == 16
+    assert last.usage.prompt_tokens_details is not None
+    assert last.usage.prompt_tokens_details.cached_tokens == 0
 
 
 def test_completions(client: openai.OpenAI) -> None:
@@ -108,3 +110,14 @@ def test_an_error_within_a_stream_is_raised(tmp_path_factory: pytest.TempPathFac
         assert [next(stream).choices[0].text for _ in range(2)] == ["t", "u"]
         with pytest.raises(openai.APIError, match="page table is on fire"):
             next(stream)
+
+
+def test_a_full_queue_is_a_rate_limit(tmp_path_factory: pytest.TempPathFactory) -> None:
+    service = make_service(tmp_path_factory.mktemp("full"), FakeEngine(max_requests=0))
+    with (
+        serving(create_app(service)) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0, timeout=20) as client,
+        pytest.raises(openai.RateLimitError, match="5 requests wait already") as full,
+    ):
+        client.completions.create(model=NAME, prompt="a", stream=True)
+    assert full.value.response.headers["retry-after"] == "1"

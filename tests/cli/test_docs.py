@@ -13,6 +13,8 @@ from headrace.bench.config import BenchConfig
 from headrace.cli.flags import flags_of
 from headrace.config import ServeConfig
 from headrace.plan.config import SimulateConfig
+from headrace.plan.options import PlanConfig
+from headrace.probe.config import ProbeConfig
 from headrace.service.config import ServiceConfig
 from headrace.wait.config import WaitConfig
 
@@ -21,9 +23,14 @@ ROW = re.compile(r"^\| `(--[\w-]+)[^|]*` \| ([^|]+) \|", re.MULTILINE)
 
 
 PAGES = [
-    ("serve.md", ServeConfig), ("bench.md", BenchConfig), ("simulate.md", SimulateConfig), ("wait.md", WaitConfig),
-]  # fmt: skip
-BY_PLACE = {("serve.md", "model"), ("simulate.md", "model")}
+    ("serve.md", ServeConfig),
+    ("bench.md", BenchConfig),
+    ("plan.md", PlanConfig),
+    ("simulate.md", SimulateConfig),
+    ("probe.md", ProbeConfig),
+    ("wait.md", WaitConfig),
+]
+BY_PLACE = {("serve.md", "model"), ("simulate.md", "model"), ("plan.md", "model")}
 
 
 @pytest.mark.parametrize(("page", "config"), PAGES)

@@ -15,6 +15,7 @@ from headrace.cli.main import COMMANDS, run
 from headrace.config import EngineConfig, HttpConfig, LayoutConfig, ModelConfig, RunConfig, ScheduleConfig, ServeConfig
 from headrace.doctor.config import DoctorConfig
 from headrace.errors import UserError
+from headrace.probe.config import ProbeConfig
 from headrace.service.config import ServiceConfig
 from headrace.wait.config import WaitConfig
 
@@ -54,12 +55,16 @@ SERVE = """
 --tp           int                                     1
 --ep           int                                     1
 --split        tuple[int, ...] | None                  None
+--layout       str | None                              None
 --max-running  int                                     256
 --chunk        int | None                              None
 --page-size    int                                     16
 --kv-memory    int | None                              None
 --run-ahead    int | None                              None
 --balance      Literal['auto', 'level']                'auto'
+--prefix-cache bool                                    True
+--policy       Literal['fcfs', 'priority']             'fcfs'
+--max-waiting  int | None                              None
 --transport    Literal['ipc', 'tcp']                   'ipc'
 --timeout      float                                   600.0
 --stall-timeout float                                  60.0
@@ -87,6 +92,12 @@ BENCH = """
 --timeout      float                                   600.0
 --seed         int | None                              None
 --json         bool                                    False
+"""
+
+PROBE = """
+--out          str | None                              None
+--path         str                                     '.'
+--quick        bool                                    False
 """
 
 WAIT = """
@@ -141,6 +152,10 @@ def test_the_flags_of_bench() -> None:
     assert table(BenchConfig) == frozen(BENCH)
 
 
+def test_the_flags_of_probe() -> None:
+    assert table(ProbeConfig) == frozen(PROBE)
+
+
 def test_the_flags_of_wait() -> None:
     assert table(WaitConfig) == frozen(WAIT)
 
@@ -169,7 +184,7 @@ def test_a_configuration_can_be_written_as_a_command_line(config: ServeConfig) -
     assert seen == [config]
 
 
-@pytest.mark.parametrize("config", [ServeConfig, BenchConfig, WaitConfig, ServiceConfig, DoctorConfig])
+@pytest.mark.parametrize("config", [ServeConfig, BenchConfig, ProbeConfig, WaitConfig, ServiceConfig, DoctorConfig])
 def test_every_flag_says_what_it_is(config: type[Any]) -> None:
     assert [flag.name for flag in flags_of(config) if not flag.help] == []
 

@@ -139,7 +139,7 @@ def test_the_key_may_come_from_the_environment(served: list[ServeConfig], monkey
         (
             "srve",
             'headrace: Unknown command "srve". Did you mean "serve"? '
-            "Available commands: serve, bench, simulate, service, wait, doctor.",
+            "Available commands: serve, bench, plan, simulate, probe, service, wait, doctor.",
         ),
     ],
 )

@@ -16,7 +16,8 @@ from headrace.channel import Listener
 from headrace.config import ServeConfig
 from headrace.engine.client import EngineClient
 from headrace.errors import Fault
-from headrace.step import Abort, ClientMessage, EngineStatus, Hello, Output, Outputs, SamplingParams, Submit
+from headrace.sampling import SamplingParams
+from headrace.step import Abort, ClientMessage, EngineStatus, Hello, Output, Outputs, Submit
 from headrace.supervise.private import write_config
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -80,6 +81,30 @@ def test_exactly_one_logprob_a_token_and_a_prompt_position(llm: LLM) -> None:
     assert [entry.token for entry in got.logprobs] == got.token_ids
     assert [entry.token for entry in got.prompt_logprobs] == list(range(1, 100))
     assert all(len(entry.top_tokens) == 2 and entry.logprob == entry.top_logprobs[0] for entry in got.logprobs)
+
+
+def test_what_is_cached_is_taken_and_changes_nothing(llm: LLM) -> None:
+    shared = [7 * i % 250 for i in range(100)]
+    prompts = [[*shared, i] for i in range(6)]
+    llm.reset_prefix_cache()
+    taking = SamplingParams(temperature=0.0, max_tokens=12, logprobs=1, ignore_eos=True)
+    # Who asks for the log-probabilities of a prompt computes all of it.
+    computing = msgspec.structs.replace(taking, prompt_logprobs=0)
+    together, again = llm.generate(prompts, taking), llm.generate(prompts, taking)
+    expected = llm.generate(prompts, computing)
+    # Six whole pages of sixteen, each computed by whoever comes first.
+    assert sum(one.num_cached for one in together) == 5 * 96
+    assert [one.num_cached for one in again] == [96] * 6
+    assert [one.num_cached for one in expected] == [0] * 6
+    for found in (together, again):
+        for one, other in zip(found, expected, strict=True):
+            assert one.token_ids == other.token_ids
+            assert one.logprobs is not None and other.logprobs is not None
+            assert [e.logprob for e in one.logprobs] == pytest.approx([e.logprob for e in other.logprobs], abs=1e-4)
+    (turn,) = llm.generate([*prompts[0], *expected[0].token_ids, 9], GREEDY)
+    assert turn.num_cached == 112
+    llm.reset_prefix_cache()
+    assert llm.generate(prompts[0], GREEDY)[0].num_cached == 0
 
 
 def test_scoring_without_generating(llm: LLM) -> None:

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.errors import Fault
-from headrace.step import EngineStatus, FinishReason, Output, SamplingParams, StageStats, TokenLogprobs
+from headrace.sampling import SamplingParams
+from headrace.step import EngineStatus, FinishReason, Output, StageStats, TokenLogprobs
 
 READY = EngineStatus(
     phase="ready",
@@ -16,6 +17,9 @@ READY = EngineStatus(
     num_preemptions=1,
     kv_tokens=4096,
     kv_usage=0.25,
+    kv_cached=0.5,
+    prefix_queries=900,
+    prefix_hits=300,
     max_len=128,
     stages=[
         StageStats(
@@ -46,6 +50,7 @@ class Submitted:
     request_id: str
     tokens: list[int]
     sampling: SamplingParams
+    priority: int = 0
 
 
 @dataclass
@@ -68,6 +73,11 @@ class FakeEngine:
     """End a request with an error after so many outputs."""
     submitted: list[Submitted] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    num_cached: int = 0
+    """Prompt tokens that every request is told to have found."""
+    max_requests: int | None = None
+    """Refuse requests beyond so many."""
+    num_resets: int = 0
     stopped: bool = False
     num_held: int = 0
     """Requests that wait for `release`, or waited."""
@@ -81,6 +91,11 @@ class FakeEngine:
             self.changed.clear()
             await self.changed.wait()
 
+    def reset_prefix_cache(self) -> None:
+        """Count."""
+        self._check()
+        self.num_resets += 1
+
     async def start(self) -> None:
         """Nothing to connect."""
 
@@ -91,11 +106,16 @@ class FakeEngine:
         self.changed.set()
         self.release.set()
 
-    async def generate(self, request_id: str, tokens: Sequence[int], sampling: SamplingParams) -> AsyncIterator[Output]:
+    async def generate(
+        self, request_id: str, tokens: Sequence[int], sampling: SamplingParams, priority: int = 0
+    ) -> AsyncIterator[Output]:
         """The scripted outputs."""
         self._check()
-        self.submitted.append(Submitted(request_id, list(tokens), sampling))
-        finished = False
+        self.submitted.append(Submitted(request_id, list(tokens), sampling, priority))
+        finished = self.max_requests is not None and len(self.submitted) > self.max_requests
+        if finished:
+            yield Output(request_id, finish_reason="error", error="5 requests wait already", refused=True)
+            return
         try:
             for index, output in enumerate(self._outputs(request_id, tokens, sampling)):
                 await self._hold(index)
@@ -146,6 +166,7 @@ class FakeEngine:
                     prompt_logprobs=prompt if index == 0 else [],
                     finish_reason=reason if index == len(groups) - 1 else None,
                     queued_s=0.5 if index == 0 else 0.0,
+                    num_cached=self.num_cached if index == 0 else 0,
                 )
             )
         return outputs

@@ -21,6 +21,7 @@ from headrace.step import (
     pack,
     unpack,
 )
+from tests.fakes.memory import Memory
 
 VOCAB_SIZE = 31
 
@@ -69,9 +70,9 @@ def expect(prompt: Sequence[int], sampler: SamplerSpec, limit: int) -> Expected:
     )
 
 
-@dataclass
+@dataclass(eq=False)
 class Mirror:
-    """What a worker knows of a slot's life."""
+    """What a worker knows of a slot's life; two are equal only if they are the same one."""
 
     tokens: list[int]
     num_registered: int
@@ -94,6 +95,8 @@ class Executed:
     """Other rows: prompts, and what pre-empted requests recompute."""
     num_tokens: int
     """Positions computed."""
+    num_skipped: int
+    """Positions that rows passed over because pages held them."""
     result: StepResult
     sampled: list[Mirror]
 
@@ -109,9 +112,9 @@ class FakeExecutor:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.slots: dict[int, Mirror] = {}
-        self.owners: dict[int, Mirror] = {}
-        self.cache: dict[tuple[int, int], int] = {}
-        """(page, offset) to the token whose KV is there."""
+        self.holders: dict[int, list[Mirror]] = {}
+        """By page."""
+        self.memory = Memory(config.page_size)
         self.in_flight: deque[Executed] = deque()
         self.executed: list[Executed] = []
 
@@ -130,7 +133,7 @@ class FakeExecutor:
         rows = unpack(plan.rows, ROW_WIDTH).tolist()
         assert rows, "a plan with nothing to compute"
         assert len({row[0] for row in rows}) == len(rows), "a slot twice in a plan"
-        done = Executed(plan, 0, 0, sum(row[2] for row in rows), StepResult(plan.plan_id, b""), [])
+        done = Executed(plan, 0, 0, sum(row[2] for row in rows), 0, StepResult(plan.plan_id, b""), [])
         assert done.num_tokens <= self.config.chunk
         tokens: list[int] = []
         logprobs: dict[int, TokenLogprobs] = {}
@@ -142,6 +145,7 @@ class FakeExecutor:
                 done.num_decodes += 1
             else:
                 done.num_chunks += 1
+            done.num_skipped += start - mirror.num_computed
             history = self._compute(mirror, start, count)
             if mirror.sampler.prompt_logprobs is not None:
                 prompt_logprobs[index] = [
@@ -164,15 +168,18 @@ class FakeExecutor:
 
     def _apply(self, plan: StepPlan) -> None:
         for slot in plan.free:
-            for page in self.slots.pop(slot).pages:
-                del self.owners[page]
+            mirror = self.slots.pop(slot)
+            for page in mirror.pages:
+                self.holders[page].remove(mirror)
         for register in plan.register:
             self._register(register)
         for slot, page in unpack(plan.pages, 2).tolist():
             assert 0 <= page < self.config.num_pages
-            assert page not in self.owners, f"page {page} has two owners"
-            self.owners[page] = self.slots[slot]
-            self.slots[slot].pages.append(page)
+            mirror, holders = self.slots[slot], self.holders.setdefault(page, [])
+            assert mirror not in holders, f"page {page} twice in a request"
+            assert self.config.prefix_cache or not holders, f"page {page} has two owners"
+            holders.append(mirror)
+            mirror.pages.append(page)
 
     def _register(self, register: Register) -> None:
         assert 0 <= register.slot < self.config.max_running
@@ -186,12 +193,15 @@ class FakeExecutor:
         ahead = bool(self.config.run_ahead)
         assert ahead or not mirror.awaited, "a row of a request whose last token the scheduler does not know"
         assert count >= 1
-        assert start == mirror.num_computed, "positions follow each other, each computed once"
+        assert start >= mirror.num_computed, "each position is computed once"
+        if start > mirror.num_computed:
+            assert start % size == mirror.num_computed % size == 0, "whole pages are shared"
+            assert self.config.prefix_cache
+            assert mirror.sampler.prompt_logprobs is None, "every position's result is wanted"
+            assert start < mirror.num_registered, "the last known token is always computed"
         assert end <= len(mirror.tokens) <= self.config.max_len
-        assert end <= len(mirror.pages) * size, "a row outside the request's pages"
-        for i in range(start, end):
-            self.cache[mirror.pages[i // size], i % size] = mirror.tokens[i]
+        self.memory.write(mirror.pages, start, mirror.tokens[start:end])
         mirror.num_computed = end
-        history = [self.cache[mirror.pages[i // size], i % size] for i in range(end)]
+        history = self.memory.read(mirror.pages, end)
         assert history == mirror.tokens[:end], "another request wrote into these pages"
         return history

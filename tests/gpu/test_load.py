@@ -25,6 +25,7 @@ from headrace.weights.reads import plan_reads
 from headrace.weights.rules import bind
 from headrace.weights.slots import Slot
 from headrace.weights.source import ModelSource, read_spec, resolve
+from headrace.worker.stage import load_model
 from tests.tiny import tiny_config, write_tiny
 
 pytestmark = pytest.mark.gpu
@@ -103,6 +104,39 @@ def test_many_blocks_through_few_buffers_into_any_strides_and_types(tmp_path: Pa
         for name, (slot,) in slots.items():
             assert torch.equal(slot.dest.cpu(), expected[name]), name
     assert spent < 10
+
+
+@pytest.mark.parametrize("name", ["kimi_k25_int4", "deepseek_v3", "qwen3_moe"])
+def test_layers_finalised_while_others_load_are_those_finalised_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Repacking on one stream follows the copies on others, with blocks so small that many are under way."""
+    folder = write_tiny(tmp_path / "m", name, seed=1, tokenizer=False)
+    spec = spec_of(folder)
+    mesh = build_mesh(LayoutConfig(), spec)
+    monkeypatch.setattr(checkpoint_module, "plan_reads", lambda wants: plan_reads(wants, 4096))
+    checkpoint = Checkpoint(resolve(str(folder), say=lambda _: None), spec)
+    model, reference = (empty_model(spec, mesh, 0, "cuda", torch.bfloat16) for _ in range(2))
+    with torch.no_grad():
+        load_model(model, checkpoint)
+        model.finalise()
+        load(checkpoint, bind(reference, rules_of(spec), spec, checkpoint.tensors))
+        reference.finalise()
+    one, other = (dict(held.named_parameters()) for held in (model, reference))
+    assert one.keys() == other.keys()
+    for key, parameter in one.items():
+        assert torch.equal(parameter, other[key]), key
+
+
+def test_a_scale_that_is_no_number_is_named_on_its_way_to_the_device(tmp_path: Path) -> None:
+    scale = torch.ones(64, 8).bfloat16()
+    scale[3, 1] = torch.nan
+    save_file({"a.weight_scale": scale}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(ModelSource("folder", tmp_path, "m"), spec_of(write_tiny(tmp_path / "s", "llama")))
+    dest = torch.empty(64, 8, device=CUDA, dtype=torch.bfloat16)
+    with pytest.raises(CheckpointError, match=r"a\.weight_scale: value 25 is not a finite number"):
+        load(checkpoint, {"a.weight_scale": [Slot(dest, (slice(0, 64), slice(0, 8)), (64, 8))]})
+    assert float(torch.ones(1000, device=CUDA).sum()) == 1000
 
 
 def test_a_truncated_file_is_named_and_leaves_the_device_usable(tmp_path: Path) -> None:

@@ -55,8 +55,13 @@ def check(model: Any, written: Written, where: str) -> None:
 
 
 def prompts(seed: int, count: int, *, vocab: int = 256, longest: int = 90) -> list[list[int]]:
-    """Random prompts, from one token to `longest`."""
+    """Random prompts, from one token to `longest`; a third of them begin as the longest does."""
     source = random.Random(seed)
     lengths = [1, 2, longest, *(source.randint(1, longest) for _ in range(count))][:count]
     source.shuffle(lengths)
-    return [[source.randrange(vocab) for _ in range(length)] for length in lengths]
+    found = [[source.randrange(vocab) for _ in range(length)] for length in lengths]
+    whole = max(found, key=len)
+    for prompt in found[::3]:
+        if prompt is not whole:
+            prompt[:-1] = whole[: len(prompt) - 1]
+    return found

@@ -17,6 +17,7 @@ from headrace.plan.cost import CostModel, Roofline, kinds_of
 from headrace.plan.experts import Uniform
 from headrace.plan.inventory import head
 from headrace.plan.load import Load
+from headrace.plan.memory import Limits
 from headrace.plan.operations import Operation, Share
 from headrace.plan.pipeline import Pipeline
 from headrace.plan.split import Splitter
@@ -107,7 +108,7 @@ def product_rate(layout: str, num_requests: int, split: tuple[int, ...] | None) 
     if split is None:
         rows = -(-num_requests // min(pp, num_requests))
         splitter = Splitter(K2, mesh, bare(mesh), Uniform())
-        best = splitter.fastest(Load.decode(rows, 20), chunk=8192, num_rows=256, num_tokens=2)
+        best = splitter.fastest(Load.decode(rows, 20), Limits(chunk=8192, max_running=256), 2)
         assert best is not None
         mesh = Mesh(pp=pp, tp=tp, ep=ep, split=best)
     return decode_rate(Roofline(K2, mesh, bare(mesh), Uniform()), num_requests)

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import tomllib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import UserError
-from headrace.plan.hardware import KIB, Curve, Link, Machine, build_machine, catalogue, read_catalogue
+from headrace.plan.hardware import KIB, Curve, Link, Machine, build_catalogue, build_machine, catalogue
 
 KNOWN = catalogue()
 
@@ -40,6 +42,7 @@ dense_share = 0.7
 expert_share = 0.6
 attention_share = 0.5
 launch_us = 2.0
+overlap = 1
 [gpu.new]
 name = "New"
 memory_gib = 64
@@ -57,7 +60,7 @@ hop_us = 1
 source = "its maker"
 [network]
 """
-    new = read_catalogue(text).gpu("new")
+    new = build_catalogue(tomllib.loads(text)).gpu("new")
     assert (new.read_rate, new.flops_rate("attention"), new.launch_s) == (2.7e12, 250e12, 2e-6)
 
 

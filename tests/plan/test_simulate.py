@@ -56,7 +56,7 @@ def test_k2_on_eight_gpus(capsys: pytest.CaptureFixture[str]) -> None:
 def test_links_cost_time_and_none_costs_none(capsys: pytest.CaptureFixture[str]) -> None:
     args = (SLICE, "--tp", "2", "--gpu", "h200", "--concurrency", "4", *SMALL)
     linked, free = figures(capsys, *args), figures(capsys, *args, "--links", "none")
-    assert free["mean_tpot_ms"] < linked["mean_tpot_ms"] - 17 * 0.032
+    assert free["mean_tpot_ms"] < linked["mean_tpot_ms"] - 17 * 0.005
     assert (linked["links"], free["links"]) == ("nvlink-h200", "none")
 
 
@@ -65,7 +65,7 @@ def test_a_slow_network_shows_in_prompts_first(capsys: pytest.CaptureFixture[str
     args = (SLICE, "--pp", "2", "--split", "5,3", "--gpu", "h200", *load)
     near, far = figures(capsys, *args), figures(capsys, *args, "--hosts", "2", "--network", "10gbe")
     assert far["edge_busy"][0] > 0.5 > near["edge_busy"][0]
-    assert far["mean_ttft_ms"] > 1.5 * near["mean_ttft_ms"]
+    assert far["mean_ttft_ms"] > 1.3 * near["mean_ttft_ms"]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_many_stages_on_many_hosts(capsys: pytest.CaptureFixture[str], tmp_path:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((K2,), "--gpu: needs a value"),
+        ((K2,), "--gpu and --hardware: give one of them"),
         ((K2, "--gpu", "rtx-pro6000"), "--gpu rtx-pro6000: no such GPU; nearest: rtx-pro-6000"),
         ((K2, "--gpu", "h200", "--links", "nvlink"), "--links nvlink: no such link; nearest: nvlink"),
         ((K2, "--gpu", "h200", "--pp", "62"), "--pp 62: the model has only 61 layers"),

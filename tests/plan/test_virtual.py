@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -35,8 +37,15 @@ class Linear:
         return np.zeros(self.num_stages - 1), np.zeros(self.num_stages - 1)
 
 
-def config(num_stages: int = NUM_STAGES, **changes: int) -> SchedulerConfig:
-    sizes = {"max_running": 64, "chunk": 512, "page_size": 16, "num_pages": 4096, "max_len": 4096, "run_ahead": 2}
+def config(num_stages: int = NUM_STAGES, **changes: Any) -> SchedulerConfig:
+    sizes: dict[str, Any] = {
+        "max_running": 64,
+        "chunk": 512,
+        "page_size": 16,
+        "num_pages": 4096,
+        "max_len": 4096,
+        "run_ahead": 2,
+    }
     return SchedulerConfig(num_stages=num_stages, **{**sizes, **changes})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from headrace.schedule import Event, Request, Scheduler, SchedulerConfig
 from headrace.step import FinishReason, SamplerSpec, StepResult, TokenLogprobs, pack, unpack
@@ -11,9 +12,16 @@ from tests.fakes.executor import Executed, Expected, FakeExecutor, expect
 from tests.schedule.stages import Stages
 
 
-def config(**changes: int) -> SchedulerConfig:
+def config(**changes: Any) -> SchedulerConfig:
     """Two stages and plenty of everything, but for the changes."""
-    sizes = {"num_stages": 2, "max_running": 64, "chunk": 256, "page_size": 4, "num_pages": 4096, "max_len": 4096}
+    sizes: dict[str, Any] = {
+        "num_stages": 2,
+        "max_running": 64,
+        "chunk": 256,
+        "page_size": 4,
+        "num_pages": 4096,
+        "max_len": 4096,
+    }
     return SchedulerConfig(**{**sizes, **changes})
 
 
@@ -26,6 +34,7 @@ class Collected:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    num_cached: int = 0
     num_events: int = 0
     aborted: bool = False
 
@@ -33,7 +42,9 @@ class Collected:
         assert self.finish_reason is None, "an event after the last"
         assert not self.aborted, "an event after the abort"
         assert not event.prompt_logprobs or not self.num_events, "prompt log-probabilities after the first event"
+        assert not event.num_cached or not self.num_events, "cached tokens after the first event"
         self.num_events += 1
+        self.num_cached += event.num_cached
         self.tokens += event.tokens
         self.logprobs += event.logprobs
         self.prompt_logprobs += event.prompt_logprobs
@@ -53,14 +64,18 @@ class Driver:
         self.now = 0.0
 
     def submit(
-        self, prompt: int | Sequence[int], max_tokens: int | None = None, sampler: SamplerSpec | None = None
+        self,
+        prompt: int | Sequence[int],
+        max_tokens: int | None = None,
+        sampler: SamplerSpec | None = None,
+        priority: int = 0,
     ) -> str:
         """Submit a prompt, or one of so many tokens; returns its id."""
         self.now += 1
         name = f"r{len(self.requests)}"
         if isinstance(prompt, int):
             prompt = [(len(self.requests) + i) % 30 for i in range(prompt)]
-        request = Request(name, pack(prompt), max_tokens, sampler or SamplerSpec())
+        request = Request(name, pack(prompt), max_tokens, sampler or SamplerSpec(), priority)
         self.scheduler.submit(request, self.now)
         self.requests[name] = Collected(request)
         return name
@@ -118,6 +133,10 @@ class Driver:
         if request.max_tokens is not None:
             limit = min(limit, len(prompt) + request.max_tokens)
         return expect(prompt, request.sampler, limit)
+
+    def expected_of(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        """What a request without a sampler's wishes would get."""
+        return expect(prompt, SamplerSpec(), len(prompt) + max_tokens).tokens
 
     def check(self) -> None:
         """All that were not aborted have got exactly what they must; nothing is held any more."""

@@ -12,50 +12,49 @@ from dataclasses import dataclass, field
 from headrace.schedule import SchedulerConfig
 from headrace.step import ROW_WIDTH, Register, StepPlan, StepResult, TokenLogprobs, pack, unpack
 from tests.fakes.executor import Executed, Mirror, logprobs_of, next_token
+from tests.fakes.memory import Memory
 
 
 @dataclass
 class Stage:
     """What the ranks of one stage hold."""
 
+    page_size: int
     slots: dict[int, Mirror] = field(default_factory=dict)
-    """`tokens` are those that passed through this stage, position by position."""
-    known: dict[int, list[int]] = field(default_factory=dict)
-    """Tokens that came with each registration."""
-    cache: dict[tuple[int, int], tuple[Mirror, int]] = field(default_factory=dict)
-    """(page, offset) to whose KV of which token is there."""
+    """`tokens` are those that came with the registration."""
+    memory: Memory = field(init=False)
     inbox: deque[tuple[StepPlan, list[list[int]]]] = field(default_factory=deque)
     """Plans to run, each with the tokens of its rows as the stage before passed them on."""
 
+    def __post_init__(self) -> None:
+        self.memory = Memory(self.page_size)
+
     def apply(self, plan: StepPlan) -> None:
         for slot in plan.free:
-            del self.slots[slot], self.known[slot]
+            del self.slots[slot]
         for register in plan.register:
             self._register(register)
         for slot, page in unpack(plan.pages, 2).tolist():
-            owners = [s for s, mirror in self.slots.items() if page in mirror.pages]
-            assert not owners, f"page {page} has two owners"
+            assert page not in self.slots[slot].pages, f"page {page} twice in a request"
             self.slots[slot].pages.append(page)
 
     def _register(self, register: Register) -> None:
         assert register.slot not in self.slots, f"slot {register.slot} begins a second life"
         tokens = unpack(register.tokens).tolist()
-        self.slots[register.slot] = Mirror([], len(tokens), register.num_prompt, register.sampler)
-        self.known[register.slot] = tokens
+        self.slots[register.slot] = Mirror(tokens, len(tokens), register.num_prompt, register.sampler)
 
-    def compute(self, slot: int, start: int, tokens: list[int], page_size: int) -> list[int]:
+    def compute(self, slot: int, start: int, tokens: list[int]) -> list[int]:
         """Write the row's KV; read back all of the request up to the row's end."""
-        mirror = self.slots[slot]
-        assert start == len(mirror.tokens), "positions follow each other, each computed once"
-        mirror.tokens += tokens
-        end = len(mirror.tokens)
-        assert end <= len(mirror.pages) * page_size, "a row outside the request's pages"
-        for i in range(start, end):
-            self.cache[mirror.pages[i // page_size], i % page_size] = (mirror, mirror.tokens[i])
-        read = [self.cache[mirror.pages[i // page_size], i % page_size] for i in range(end)]
-        assert all(owner is mirror for owner, _ in read), "another request wrote into these pages"
-        history = [token for _, token in read]
-        assert history == mirror.tokens
+        mirror, size = self.slots[slot], self.page_size
+        assert start >= mirror.num_computed, "each position is computed once"
+        if start > mirror.num_computed:
+            assert start % size == mirror.num_computed % size == 0, "whole pages are shared"
+            assert mirror.sampler.prompt_logprobs is None, "every position's result is wanted"
+            assert start < mirror.num_registered, "the last known token is always computed"
+        end = mirror.num_computed = start + len(tokens)
+        self.memory.write(mirror.pages, start, tokens)
+        history = self.memory.read(mirror.pages, end)
+        assert history[: mirror.num_registered] == mirror.tokens[:end], "another request wrote into these pages"
         return history
 
 
@@ -64,7 +63,7 @@ class Stages:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.stages = [Stage() for _ in range(config.num_stages)]
+        self.stages = [Stage(config.page_size) for _ in range(config.num_stages)]
         self.last_token: dict[int, int] = {}
         """Stage 0's table, by slot: kept over lives, as a device would."""
         self.sampled_in: dict[int, int] = {}
@@ -84,7 +83,7 @@ class Stages:
         assert len(set(rows[:, 0].tolist())) == len(rows), "a slot twice in a plan"
         num_tokens = int(rows[:, 2].sum())
         assert num_tokens <= self.config.chunk
-        done = Executed(plan, 0, 0, num_tokens, StepResult(plan.plan_id, b""), [])
+        done = Executed(plan, 0, 0, num_tokens, 0, StepResult(plan.plan_id, b""), [])
         self.executed.append(done)
         self.in_flight.append(done)
         self.stages[0].inbox.append((plan, []))
@@ -124,10 +123,7 @@ class Stages:
         if index == 0:
             passed = [self._gather(stage, slot, start, count) for slot, start, count, _ in rows]
             self.sampled_in |= {slot: plan.plan_id for slot, _, _, samples in rows if samples}
-        histories = [
-            stage.compute(slot, start, tokens, self.config.page_size)
-            for (slot, start, *_), tokens in zip(rows, passed, strict=True)
-        ]
+        histories = [stage.compute(slot, start, tokens) for (slot, start, *_), tokens in zip(rows, passed, strict=True)]
         if index + 1 < len(self.stages):
             self.stages[index + 1].inbox.append((plan, passed))
         else:
@@ -141,7 +137,7 @@ class Stages:
         return self.fed_back >= up_to
 
     def _gather(self, stage: Stage, slot: int, start: int, count: int) -> list[int]:
-        known = stage.known[slot]
+        known = stage.slots[slot].tokens
         if start < len(known):
             assert start + count <= len(known), "a row of tokens known and sampled"
             return known[start : start + count]
@@ -157,8 +153,7 @@ class Stages:
             mirror = last.slots[slot]
             if mirror.sampler.prompt_logprobs is not None:
                 stop = min(start + count, mirror.num_prompt - 1)
-                known = last.known[slot]
-                entries = [logprobs_of(history[: i + 1], known[i + 1]) for i in range(start, stop)]
+                entries = [logprobs_of(history[: i + 1], mirror.tokens[i + 1]) for i in range(start, stop)]
                 if entries:
                     prompt_logprobs[index] = entries
             if samples:

@@ -126,7 +126,7 @@ def test_fewer_requests_than_stages_go_alone(run_ahead: int) -> None:
 
 @AHEAD
 def test_a_long_prompt_rides_along_without_tilting_the_decodes(run_ahead: int) -> None:
-    driver = Driver(config(num_stages=4, chunk=64, run_ahead=run_ahead))
+    driver = Driver(config(num_stages=4, chunk=64, page_size=1, run_ahead=run_ahead))
     for _ in range(32):
         driver.submit(4)
     settle(driver)

@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import msgspec
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.errors import UserError
-from headrace.schedule import Scheduler, SchedulerConfig
-from headrace.step import SamplerSpec, StepPlan
+from headrace.errors import QueueFull, UserError
+from headrace.schedule import Request, Scheduler, SchedulerConfig
+from headrace.schedule.order import FirstComeFirstServed
+from headrace.step import SamplerSpec, StepPlan, pack, unpack
 from tests.schedule.driver import Driver
 from tests.schedule.stages import Stages
-from tests.strategies import TOKENS, sampler_specs, scheduler_configs
+from tests.schedule.tree import check_tree
+from tests.strategies import ALIKE, PROMPTS, TOKENS, sampler_specs, scheduler_configs
 
 
 class AnyEvents(RuleBasedStateMachine):
@@ -27,19 +30,28 @@ class AnyEvents(RuleBasedStateMachine):
         self.plans: list[StepPlan] = []
 
     @rule(
-        prompt=st.lists(TOKENS, min_size=1, max_size=20),
+        prompt=PROMPTS,
         max_tokens=st.sampled_from([None, 0, 1, 2, 7, 30]),
         sampler=sampler_specs(),
+        priority=st.integers(-1, 1),
     )
-    def submit(self, prompt: list[int], max_tokens: int | None, sampler: SamplerSpec) -> None:
+    def submit(self, prompt: list[int], max_tokens: int | None, sampler: SamplerSpec, priority: int = 0) -> None:
+        config, num_waiting = self.driver.config, self.driver.scheduler.num_waiting
+        refused = Request("refused", pack(prompt), max_tokens, sampler, priority)
         try:
-            name = self.driver.submit(prompt, max_tokens, sampler)
+            name = self.driver.submit(prompt, max_tokens, sampler, priority)
+        except QueueFull:
+            assert config.max_waiting is not None
+            assert self.driver.scheduler.num_waiting >= config.max_waiting
+            with pytest.raises(QueueFull):
+                self.twin.submit(refused, self.driver.now)
         except UserError:
-            config = self.driver.config
             least = len(prompt) + (max_tokens != 0)
             assert least > min(config.max_len, config.num_pages * config.page_size)
         else:
             self.twin.submit(self.driver.requests[name].request, self.driver.now)
+            most = max(config.max_waiting or 0, num_waiting)
+            assert config.max_waiting is None or self.driver.scheduler.num_waiting <= most
 
     @rule()
     def schedule(self) -> None:
@@ -67,26 +79,43 @@ class AnyEvents(RuleBasedStateMachine):
         if not live:
             return
         name = data.draw(st.sampled_from(live))
-        held, used = len(scheduler._jobs[name].pages), scheduler.num_pages_used
+        used, job = scheduler.num_pages_used, scheduler._jobs[name]
+        alone = [page for page in job.pages if scheduler._pool._holders[page] == 1]
         assert driver.abort(name)
         assert self.twin.abort(name)
-        assert scheduler.num_pages_used == used - held
+        assert scheduler.num_pages_used == used - len(alone)
         assert not scheduler.abort(name)
+
+    @precondition(lambda self: self.driver.requests)
+    @rule(number=st.integers(0, 7), more=st.lists(TOKENS, max_size=3), max_tokens=st.sampled_from([None, 0, 1, 7]))
+    def submit_the_next_turn(self, number: int, more: list[int], max_tokens: int | None) -> None:
+        """A prompt, and what was made of it so far."""
+        got = list(self.driver.requests.values())[-1 - number % len(self.driver.requests)]
+        self.submit([*unpack(got.request.tokens).tolist(), *got.tokens, *more], max_tokens, got.request.sampler)
+
+    @rule(really=st.sampled_from([*[False] * 9, True]))
+    def reset_prefix_cache(self, really: bool) -> None:
+        if not really:
+            return
+        self.driver.scheduler.reset_prefix_cache()
+        self.twin.reset_prefix_cache()
+        assert not self.driver.scheduler.num_pages_cached
 
     @invariant()
     def pages_add_up(self) -> None:
-        scheduler = self.driver.scheduler
-        owned = [page for job in scheduler._running for page in job.pages]
-        assert len(set(owned)) == len(owned) == scheduler.num_pages_used
-        assert sorted(owned + scheduler._pool._free) == list(range(self.driver.config.num_pages))
+        check_tree(self.driver.scheduler)
 
     @invariant()
     def jobs_are_where_they_should_be(self) -> None:
         scheduler = self.driver.scheduler
-        running, waiting = list(scheduler._running), list(scheduler._waiting.values())
-        order = list(self.driver.requests)
-        places = [order.index(job.id) for job in running + waiting]
-        assert places == sorted(places), "running requests are older than waiting ones"
+        running, waiting = list(scheduler._running), scheduler._waiting._jobs
+        if isinstance(self.driver.config.policy, FirstComeFirstServed):
+            order = list(self.driver.requests)
+            places = [order.index(job.id) for job in running + waiting]
+            assert places == sorted(places), "running requests are older than waiting ones"
+        assert [job.rank for job in waiting] == sorted(job.rank for job in waiting)
+        prefilling = [job.rank for job in scheduler._prefilling]
+        assert prefilling == sorted(prefilling)
         assert len(running) <= self.driver.config.max_running
         self.driver.check_places()
         assert len({*scheduler._prefilling, *scheduler._ready}) == len(scheduler._prefilling) + len(scheduler._ready)
@@ -114,9 +143,7 @@ class AnyEventsAhead(AnyEvents):
         self.stages = Stages(config)
         self.driver = Driver(config, self.stages)
 
-    @rule(
-        prompt=st.lists(TOKENS, min_size=1, max_size=5), stop_ids=st.lists(TOKENS, min_size=4, max_size=12, unique=True)
-    )
+    @rule(prompt=ALIKE, stop_ids=st.lists(TOKENS, min_size=4, max_size=12, unique=True))
     def submit_one_that_stops(self, prompt: list[int], stop_ids: list[int]) -> None:
         """Soon, that is, with rows of it in flight."""
         self.submit(prompt, None, SamplerSpec(stop_token_ids=stop_ids))

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from headrace.sampling import SamplingParams
 from headrace.schedule import Request
-from headrace.step import ROW_WIDTH, SamplerSpec, SamplingParams, StepPlan, pack, unpack
+from headrace.step import ROW_WIDTH, SamplerSpec, StepPlan, pack, unpack
 from tests.schedule.driver import Driver, config
 
 
@@ -37,7 +38,7 @@ def test_one_request_from_prompt_to_last_token() -> None:
 
 
 def test_chunks_of_one_prompt_follow_each_other_without_waiting() -> None:
-    driver = Driver(config(num_stages=3, chunk=10))
+    driver = Driver(config(num_stages=3, chunk=10, page_size=1))
     driver.submit(25, max_tokens=1)
     plans = [done.plan for done in driver.schedule()]
     assert [rows(plan) for plan in plans] == [[[0, 0, 9, 0]], [[0, 9, 8, 0]], [[0, 17, 8, 1]]]
@@ -56,13 +57,24 @@ def test_no_more_plans_in_flight_than_stages_or_than_asked() -> None:
 
 
 def test_decode_rows_come_first_and_prompts_fill_the_chunk() -> None:
-    driver = Driver(config(num_stages=1, chunk=16))
+    driver = Driver(config(num_stages=1, chunk=16, page_size=1))
     for _ in range(4):
         driver.submit(2, max_tokens=50)
     driver.step()
     driver.submit(40, max_tokens=1)
     done = [driver.step()[0] for _ in range(4)]
     assert [(one.num_decodes, one.num_prompt_tokens) for one in done] == [(4, 10), (4, 10), (4, 10), (4, 10)]
+
+
+def test_chunks_end_with_pages_where_pages_are_shared() -> None:
+    for cache, ends in ((0, [9, 17, 25]), (1, [8, 16, 25])):
+        driver = Driver(config(num_stages=3, chunk=10, prefix_cache=cache))
+        driver.submit(25, max_tokens=1)
+        plans = [rows(done.plan) for done in driver.schedule()]
+        assert [start + count for ((_, start, count, _),) in plans] == ends
+    driver = Driver(config(num_stages=4, chunk=2, page_size=16))  # a chunk of less than a page
+    driver.submit(8, max_tokens=1)
+    assert [rows(done.plan)[0][2] for done in driver.schedule()] == [2, 2, 2, 2]
 
 
 def test_several_prompts_share_a_plan_and_several_are_mid_prefill() -> None:

@@ -51,8 +51,8 @@ def test_elsewhere_a_line_now_and_then() -> None:
         now += 1.0
     assert stream.getvalue().splitlines() == [
         "loading weights: 0% (0 bytes of 100 MB)",
-        "loading weights: 50% (50 MB of 100 MB)",
-        "loading weights: 100% (100 MB of 100 MB)",
+        "loading weights: 50% (50 MB of 100 MB, 10 MB/s)",
+        "loading weights: 100% (100 MB of 100 MB, 10 MB/s)",
     ]
 
 

@@ -14,12 +14,30 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
 @dataclass
+class Cut:
+    """A download that gets no further than `num_bytes`; the connection closes when `release` is set."""
+
+    num_bytes: int
+    release: threading.Event = field(default_factory=threading.Event)
+    reached: threading.Event = field(default_factory=threading.Event)
+
+
+LARGE = 50_000
+
+
+@dataclass
 class Hub:
     """Repositories by id, each file's bytes by path; `gated` ids are refused. `requests` is what was asked."""
 
     repositories: Mapping[str, Mapping[str, bytes]]
     gated: frozenset[str] = frozenset()
     requests: list[str] = field(default_factory=list)
+    ranges: list[str] = field(default_factory=list)
+    """Ranges that file downloads asked for."""
+    cuts: list[Cut] = field(default_factory=list)
+    """What happens to the next downloads of large files, one after the other."""
+    hashed: bool = False
+    """Whether files go by their SHA-256, as large ones do, or as git has it."""
     url: str = ""
 
     def fetched(self, suffix: str) -> list[str]:
@@ -49,11 +67,24 @@ def serve_hub(hub: Hub) -> Iterator[Hub]:
             path = self.path.partition("?")[0]
             hub.requests.append(f"{self.command} {path}")
             status, headers, data = _reply(hub, path.strip("/").split("/"))
+            asked = self.headers.get("Range")
+            if asked and body and status == 200:
+                hub.ranges.append(asked)
+                start = int(asked.removeprefix("bytes=").partition("-")[0])
+                headers |= {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"}
+                status, data = 206, data[start:]
             self.send_response(status)
             for key, value in {**headers, "Content-Length": str(len(data)), "X-Repo-Commit": SHA}.items():
                 self.send_header(key, value)
             self.end_headers()
-            if body:
+            if body and len(data) > LARGE and hub.cuts:
+                cut = hub.cuts.pop(0)
+                self.wfile.write(data[: cut.num_bytes])
+                self.wfile.flush()
+                cut.reached.set()
+                cut.release.wait(60)
+                self.close_connection = True
+            elif body:
                 self.wfile.write(data)
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -84,7 +115,8 @@ def _reply(hub: Hub, parts: list[str]) -> tuple[int, dict[str, str], bytes]:
         return 200, _JSON, json.dumps(entries).encode()
     name = "/".join(rest[2:])
     if rest[:1] == ["resolve"] and name in files:
-        return 200, {"ETag": f'"{_oid(files[name])}"', "Content-Type": "application/octet-stream"}, files[name]
+        tag = hashlib.sha256(files[name]).hexdigest() if hub.hashed else _oid(files[name])
+        return 200, {"ETag": f'"{tag}"', "Content-Type": "application/octet-stream"}, files[name]
     return 404, {"X-Error-Code": "EntryNotFound"}, b"{}"
 
 

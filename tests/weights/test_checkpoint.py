@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,19 +28,20 @@ SPEC = spec_from_config(tiny_config("llama"))
 
 
 class Recorder:
-    """Reads as usual and remembers what was asked for, on which thread, into which memory."""
+    """Reads as usual and remembers what was asked for, on which thread, and where in memory it went."""
 
     def __init__(self) -> None:
         self.reads: list[tuple[Path, int, int]] = []
-        self.buffers: dict[int, set[int]] = {}
+        self.places: dict[int, set[int]] = {}
+        """First and last address by thread."""
         self._lock = threading.Lock()
 
-    def __call__(self, file: Path, offset: int, view: memoryview) -> int:
+    def __call__(self, file: Path, offset: int, views: Sequence[memoryview]) -> int:
         with self._lock:
-            self.reads.append((file, offset, len(view)))
-            address = torch.frombuffer(view, dtype=torch.uint8).data_ptr()
-            self.buffers.setdefault(threading.get_ident(), set()).add(address)
-        return read_into(file, offset, view)
+            self.reads.append((file, offset, sum(len(view) for view in views)))
+            used = [torch.frombuffer(view, dtype=torch.uint8) for view in views if len(view)]
+            self.places.setdefault(threading.get_ident(), set()).update(bytes_.data_ptr() for bytes_ in used)
+        return read_into(file, offset, views)
 
     @property
     def num_bytes(self) -> int:
@@ -136,15 +137,68 @@ def test_memory_is_a_few_buffers_however_large_the_tensors(tmp_path: Path) -> No
     recorder = Recorder()
     large = torch.arange(6 << 20, dtype=torch.float32).view(-1, 1024)
     checkpoint = saved(tmp_path, {"large": large, "more": large + 1}, recorder)
-    slots = {"large": [whole(large, torch.bfloat16)], "more": [whole(large)]}
+    slots = {"large": [whole(large, torch.bfloat16)], "more": [whole(large, torch.float16)]}
     load(checkpoint, slots)
     assert torch.equal(slots["large"][0].dest, large.bfloat16())
-    assert torch.equal(slots["more"][0].dest, large + 1)
+    assert torch.equal(slots["more"][0].dest, (large + 1).half())
     assert recorder.num_bytes == 2 * large.nbytes
     assert max(size for _, _, size in recorder.reads) <= 8 << 20
     assert len(recorder.reads) == 6
-    assert len(recorder.buffers) <= 4
-    assert all(len(buffers) == 1 for buffers in recorder.buffers.values())
+    assert len(recorder.places) <= 4
+    assert all(len(buffers) == 1 for buffers in recorder.places.values())
+
+
+def test_rows_that_stay_as_stored_are_read_where_they_stay(tmp_path: Path) -> None:
+    recorder = Recorder()
+    tensors = {name: torch.randn(64, 8) for name in ("a", "b", "cast", "columns", "tied")}
+    checkpoint = saved(tmp_path, tensors, recorder)
+    stack = torch.empty(2, 32, 8)
+    rows = (slice(16, 48), slice(0, 8))
+    slots = {
+        "a": [Slot(stack[0], rows, (64, 8))],
+        "b": [Slot(stack[1], rows, (64, 8))],
+        "cast": [whole(tensors["cast"], torch.bfloat16)],
+        "columns": [Slot(torch.empty(64, 4), (slice(0, 64), slice(0, 4)), (64, 8))],
+        "tied": [whole(tensors["tied"]), whole(tensors["tied"])],
+    }
+    load(checkpoint, slots)
+    for name, places in slots.items():
+        for slot in places:
+            assert torch.equal(slot.dest, tensors[name][slot.source].to(slot.dest.dtype)), name
+    read_to = set().union(*recorder.places.values())
+    assert {stack[0].data_ptr(), stack[1].data_ptr()} <= read_to
+    kept = [slot.dest.data_ptr() for name in ("cast", "columns", "tied") for slot in slots[name]]
+    assert not read_to & set(kept)
+
+
+def test_a_tensor_is_told_when_all_of_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_module, "plan_reads", lambda wants: plan_reads(wants, 64))
+    tensors = {name: torch.randn(16, 8) for name in ("a", "b", "c")}
+    slots = {name: [whole(tensor)] for name, tensor in tensors.items()}
+    slots["none"] = [Slot(torch.empty(0, 8), (slice(0, 0), slice(0, 8)), (16, 8))]
+    checkpoint = saved(tmp_path, tensors | {"none": torch.ones(16, 8)})
+    told: list[str] = []
+
+    def finished(name: str) -> None:
+        told.append(name)
+        if name in tensors:
+            assert torch.equal(slots[name][0].dest, tensors[name])
+
+    load(checkpoint, slots, finished=finished)
+    assert told == ["none", "a", "b", "c"]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float32])
+def test_scale_that_is_no_number_is_named(tmp_path: Path, dtype: torch.dtype, kept: torch.dtype, bad: float) -> None:
+    scale = torch.ones(40, 6, dtype=dtype)
+    scale[33, 4] = bad
+    tensors = {"mlp.weight_packed": torch.full((40, 2), -1, dtype=torch.int32), "mlp.weight_scale": scale}
+    slots = {name: [whole(t, kept if t.is_floating_point() else None)] for name, t in tensors.items()}
+    message = r"^\S+model\.safetensors: tensor mlp\.weight_scale: value 202 is not a finite number$"
+    with pytest.raises(CheckpointError, match=message):
+        load(saved(tmp_path, tensors), slots)
 
 
 def test_part_of_a_tensor_costs_its_rows_only(tmp_path: Path) -> None:

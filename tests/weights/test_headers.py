@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -107,6 +111,15 @@ def write_raw(file: Path, header: bytes, length: int | None = None, data: bytes 
         (lambda file: write_raw(file, entry("F32", [2], [0, 4]), data=b"1234"), "gives tensor a"),
         (lambda file: write_raw(file, entry("F32", [1], [8, 4]), data=b"12345678"), "gives tensor a"),
         (lambda file: write_raw(file, entry("F32", [1], [-4, 0])), "gives tensor a"),
+        (
+            lambda file: write_raw(file, entry("F32", [1], [0, 4]), data=b"12345"),
+            "accounts for \\d+ bytes, the file has",
+        ),
+        (
+            lambda file: write_raw(file, entry("F32", [1], [4, 8]), data=b"12345678"),
+            "tensor a leaves bytes \\d+ to \\d+",
+        ),
+        (lambda file: write_raw(file, two("F32", [1], [0, 4]), data=b"1234"), "tensor b overlaps the one before it"),
     ],
 )
 def test_broken_file_is_one_line(tmp_path: Path, write: Callable[[Path], None], words: str) -> None:
@@ -115,6 +128,11 @@ def test_broken_file_is_one_line(tmp_path: Path, write: Callable[[Path], None], 
         open_headers(source(tmp_path))
     assert "model.safetensors" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def two(dtype: str, shape: list[int], offsets: list[int]) -> bytes:
+    one = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+    return json.dumps({"a": one, "b": one}).encode()
 
 
 def entry(dtype: str, shape: list[int], offsets: list[int]) -> bytes:
@@ -139,3 +157,62 @@ def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
 def test_long_lists_are_cut() -> None:
     assert listed(["a", "b"], 2) == "a, b"
     assert listed((str(i) for i in range(5)), 2) == "0, 1 and 3 more"
+
+
+@contextmanager
+def unprivileged() -> Iterator[None]:
+    """As a user whom file permissions concern."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+@pytest.mark.parametrize("closed", ["folder", "shard", "index"])
+def test_path_without_permission_is_one_line(sharded: Path, closed: str) -> None:
+    path = {"folder": sharded, "shard": next(sharded.glob("*.safetensors")), "index": sharded / INDEX}[closed]
+    for folder in (sharded, *sharded.parents[:4]):
+        if folder.owner() == sharded.owner():
+            folder.chmod(0o755)
+    path.chmod(0)
+    try:
+        with unprivileged(), pytest.raises(CheckpointError, match=r": cannot be read: Permission denied$") as caught:
+            open_headers(source(sharded))
+    finally:
+        path.chmod(0o755)
+    assert str(path) in str(caught.value)
+
+
+def calls_to_open(folder: Path, num_tensors: int, num_shards: int) -> int:
+    """Python and C calls that opening a checkpoint of so many empty tensors takes."""
+    folder.mkdir()
+    places = {f"model.layers.{i}.weight": f"{i * num_shards // num_tensors}.safetensors" for i in range(num_tensors)}
+    for shard in set(places.values()):
+        names = [name for name, place in places.items() if place == shard]
+        entries = {name: {"dtype": "BF16", "shape": [0, 8], "data_offsets": [0, 0]} for name in names}
+        write_raw(folder / shard, json.dumps(entries).encode())
+    (folder / INDEX).write_text(json.dumps({"weight_map": places}))
+    count = 0
+
+    def called(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(called)
+    try:
+        headers = open_headers(source(folder))
+    finally:
+        sys.setprofile(None)
+    assert len(headers.tensors) == num_tensors
+    return count
+
+
+def test_opening_does_little_for_each_tensor_however_many_there_are(tmp_path: Path) -> None:
+    """K2 has 208,000 tensors; at 0.1 us or so a call they must not take seconds."""
+    few, many = calls_to_open(tmp_path / "few", 1000, 2), calls_to_open(tmp_path / "many", 4000, 2)
+    assert many - few <= 12 * 3000
+    apart = calls_to_open(tmp_path / "apart", 4000, 8)
+    assert apart - many <= 6 * 100, "a shard's cost does not grow with the others'"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,13 @@ from typing import Any
 import pytest
 
 from tests.tiny import write_tiny
-from tests.weights.hub_server import SHA, Hub, serve_hub
+from tests.weights.hub_server import SHA, Cut, Hub, serve_hub
 
 # The client reads its environment when it is imported, so each environment is a process of its own.
 PROGRAM = """
 import json, sys
+import huggingface_hub.constants
+huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE = 1000
 from headrace.errors import UserError
 from headrace.weights.source import read_spec, resolve
 said, out = [], []
@@ -32,11 +36,13 @@ print(json.dumps({"said": said, "out": out}))
 """
 
 
-def resolve_all(cache: Path, endpoint: str, *models: str, offline: bool = False) -> Any:
+def environment_for(cache: Path, endpoint: str) -> dict[str, str]:
     settings = {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")} | settings
-    if offline:
-        environment["HF_HUB_OFFLINE"] = "1"
+    return {key: value for key, value in os.environ.items() if not key.startswith("HF_")} | settings
+
+
+def resolve_all(cache: Path, endpoint: str, *models: str, offline: bool = False) -> Any:
+    environment = environment_for(cache, endpoint) | ({"HF_HUB_OFFLINE": "1"} if offline else {})
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *models], env=environment, capture_output=True, text=True, check=True
     )
@@ -115,3 +121,40 @@ def test_a_simulation_fetches_the_config_and_nothing_else(hub: Hub, tmp_path: Pa
     assert json.loads(done.stdout)["model"] == "org/tiny"
     asked = [line for line in hub.requests[before:] if "/resolve/" in line]
     assert asked and all(line.endswith("/config.json") for line in asked)
+
+
+def test_interrupted_download_goes_on_where_it_ended(hub: Hub, tmp_path: Path) -> None:
+    """Once after the process was killed, once after the connection was lost."""
+    whole = hub.repositories["org/tiny"]["model.safetensors"]
+    killed, lost = Cut(100_000), Cut(50_000)
+    lost.release.set()
+    hub.cuts[:] = [killed, lost]
+    hub.ranges.clear()
+    command = [sys.executable, "-c", PROGRAM, "org/tiny"]
+    environment = environment_for(tmp_path, hub.url)
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
+        assert killed.reached.wait(60)
+        while not any(part.stat().st_size == 100_000 for part in tmp_path.rglob("*.part")):
+            assert first.poll() is None
+            time.sleep(0.01)
+        first.kill()
+    killed.release.set()
+    (found,) = resolve_all(tmp_path, hub.url, "org/tiny")["out"]
+    assert (Path(found["path"]) / "model.safetensors").read_bytes() == whole
+    assert [asked.removesuffix("-") for asked in hub.ranges] == ["bytes=100000", "bytes=150000"]
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_part_of_another_file_is_not_taken_for_this_one(hub: Hub, tmp_path: Path) -> None:
+    """The hub names large files by their hash, and what was put together from parts is compared with it."""
+    whole = hub.repositories["org/tiny"]["model.safetensors"]
+    hub.hashed = True
+    try:
+        blobs = tmp_path / "hub" / "models--org--tiny" / "blobs"
+        blobs.mkdir(parents=True)
+        (blobs / f"{hashlib.sha256(whole).hexdigest()}.part").write_bytes(b"x" * 1000)
+        spoilt, anew = resolve_all(tmp_path, hub.url, "org/tiny", "org/tiny")["out"]
+    finally:
+        hub.hashed = False
+    assert "MODEL org/tiny: could not be fetched from the hub: model.safetensors: what came in" in spoilt["error"]
+    assert (Path(anew["path"]) / "model.safetensors").read_bytes() == whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -74,8 +75,27 @@ def test_neighbours_share_a_read() -> None:
 
 
 @pytest.mark.parametrize(("offset", "size", "count"), [(0, 4, 4), (3, 5, 5), (8, 5, 2), (10, 3, 0), (99, 1, 0)])
-def test_read_ends_with_the_file(tmp_path: Path, offset: int, size: int, count: int) -> None:
+@pytest.mark.parametrize("cut", [0, 1, 3])
+def test_read_ends_with_the_file(tmp_path: Path, offset: int, size: int, count: int, cut: int) -> None:
     (tmp_path / "f").write_bytes(b"0123456789")
     buffer = bytearray(size)
-    assert read_into(tmp_path / "f", offset, memoryview(buffer)) == count
+    view = memoryview(buffer)
+    assert read_into(tmp_path / "f", offset, [view[:cut], view[cut:]]) == count
     assert buffer[:count] == b"0123456789"[offset : offset + count]
+
+
+def test_more_places_than_the_system_takes_at_once_are_filled(tmp_path: Path) -> None:
+    raw = bytes(i % 251 for i in range(5000))
+    (tmp_path / "f").write_bytes(raw)
+    buffer = bytearray(4500)
+    assert read_into(tmp_path / "f", 7, [memoryview(buffer)[i : i + 2] for i in range(0, 4500, 2)]) == 4500
+    assert buffer == raw[7:4507]
+
+
+def test_short_reads_are_carried_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "f").write_bytes(b"0123456789")
+    whole = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: whole(fd, [views[0][:3]], offset))
+    buffer = bytearray(9)
+    assert read_into(tmp_path / "f", 1, [memoryview(buffer)[:4], memoryview(buffer)[4:]]) == 9
+    assert buffer == b"123456789"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import json
 import subprocess
@@ -43,6 +44,15 @@ def test_gguf_file_is_named_after_itself(tmp_path: Path) -> None:
 def test_name_of_a_folder_given_as_a_dot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(write_folder(tmp_path / "here", {}))
     assert find(".").name == "here"
+
+
+def test_path_that_may_not_be_looked_at_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", denied)
+    with pytest.raises(UserError, match=r"^MODEL (\S+): \1: Permission denied$"):
+        find(str(tmp_path / "m"))
 
 
 def test_links_keep_their_names(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from headrace.layers.build import Build
 from headrace.layers.decoder import Decoder
 from headrace.mesh import build_mesh
 from headrace.models.registry import build_model, rules_of
+from headrace.plan.reserve import LADDER, ladder
 from headrace.spec import ModelSpec
 from headrace.step import Register, SamplerSpec, StepPlan, pack, unpack
 from headrace.weights.fill import fill_random
@@ -20,7 +21,6 @@ from headrace.weights.source import read_spec, resolve
 from headrace.worker import steps as steps_module
 from headrace.worker.batch import Rows
 from headrace.worker.cache import KVCache
-from headrace.worker.graphs import LADDER, ladder
 from headrace.worker.mirror import Mirror
 from headrace.worker.steps import DeviceState, EagerSteps
 from tests.tiny import write_tiny

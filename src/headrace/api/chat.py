@@ -84,11 +84,11 @@ class _Job:
         room = room_for(len(tokens), asked, service.engine.status.max_len, param="messages", field=field)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         sampling = sampling_of(body, service.model.vocab_size, max_tokens=room, logprobs=logprobs)
-        self.runs = generations(service, [(tokens, sampling)], body.n or 1)
+        self.runs = generations(service, [(tokens, sampling)], body.n or 1, body.priority or 0)
 
     def usage(self) -> Usage:
-        """The prompt counts once, whatever `n` is."""
-        return usage_of(self.num_prompt, sum(run.num_tokens for run in self.runs))
+        """Of all choices."""
+        return usage_of(self.num_prompt, self.runs, len(self.runs))
 
     def logprobs(self, entries: list[Entry]) -> ChatLogprobs | None:
         """None where none were asked for."""
@@ -124,7 +124,7 @@ async def _whole(job: _Job) -> ChatCompletion:
 
 def _check(service: Service, body: ChatRequest) -> None:
     check_model(service, body.model)
-    check_fields(body)
+    check_fields(service, body)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_value("top_logprobs", "only with logprobs: true")
     choice = body.tool_choice
@@ -138,7 +138,7 @@ def chat_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.post(
-        "/v1/chat/completions", responses=describe(ChatCompletion, errors=(400, 401, 404, 413, 500, 503), sse=True)
+        "/v1/chat/completions", responses=describe(ChatCompletion, errors=(400, 401, 404, 413, 429, 500, 503), sse=True)
     )
     async def create_chat_completion(request: Request, body: ChatRequest) -> Response:
         """Answer a conversation."""

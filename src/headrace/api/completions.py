@@ -26,7 +26,8 @@ from headrace.api.shapes import (
     usage_of,
 )
 from headrace.api.stream import DONE, EventStream, answer, event
-from headrace.step import SamplingParams, TokenLogprobs
+from headrace.sampling import SamplingParams
+from headrace.step import TokenLogprobs
 from headrace.text.unicode import well_formed
 
 DEFAULT_MAX_TOKENS = 16
@@ -54,7 +55,7 @@ class _Job:
         self.echo = bool(body.echo)
         params = [self._sampling(prompt) for prompt in prompts]
         pairs = [(prompt.tokens, sampling) for prompt, sampling in zip(prompts, params, strict=True)]
-        self.runs = generations(service, pairs, self.num_each)
+        self.runs = generations(service, pairs, self.num_each, body.priority or 0)
 
     def _sampling(self, prompt: _Prompt) -> SamplingParams:
         body, max_len = self.body, self.service.engine.status.max_len
@@ -74,8 +75,8 @@ class _Job:
         return self.prompts[run // self.num_each]
 
     def usage(self) -> Usage:
-        """Prompts count once, whatever `n` is."""
-        return usage_of(sum(len(p.tokens) for p in self.prompts), sum(run.num_tokens for run in self.runs))
+        """Of all choices of all prompts."""
+        return usage_of(sum(len(p.tokens) for p in self.prompts), self.runs, self.num_each)
 
     def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
         """What the engine gives; nothing runs where nothing is computed."""
@@ -150,7 +151,7 @@ async def _read_prompts(service: Service, body: CompletionRequest) -> list[_Prom
 
 def _check(service: Service, body: CompletionRequest) -> None:
     check_model(service, body.model)
-    check_fields(body)
+    check_fields(service, body)
     if body.suffix:
         raise unsupported("suffix", "is not served")
     if body.best_of is not None and body.best_of > 1:
@@ -164,7 +165,9 @@ def completion_routes(service: Service) -> APIRouter:
     """The route, for the application to include."""
     router = APIRouter()
 
-    @router.post("/v1/completions", responses=describe(Completion, errors=(400, 401, 404, 413, 500, 503), sse=True))
+    @router.post(
+        "/v1/completions", responses=describe(Completion, errors=(400, 401, 404, 413, 429, 500, 503), sse=True)
+    )
     async def create_completion(request: Request, body: CompletionRequest) -> Response:
         """Continue a text."""
         _check(service, body)

@@ -15,7 +15,12 @@ from headrace.errors import Fault, UserError
 
 log = logging.getLogger(__name__)
 
-_TYPES = {401: "authentication_error", 404: "not_found_error", 503: "service_unavailable_error"}
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -60,7 +65,7 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         """What goes with the status."""
         headers = {"www-authenticate": "Bearer"} if self.status == 401 else {}
-        if self.status == 503:
+        if self.status in (429, 503):
             headers["retry-after"] = "1"
         return headers
 

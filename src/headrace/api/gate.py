@@ -13,6 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headrace.api.errors import ApiError, as_api_error
 from headrace.api.service import Service
 
+GUARDED = ("/v1/", "/reset_prefix_cache")
+"""Paths that need the key, where there is one, and a ready engine."""
 MAX_BODY = 64 * 2**20
 """Bytes of a request's body; a million token ids take a tenth."""
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -61,7 +63,7 @@ class Gate:
             service.num_active -= 1
 
     def _refusal(self, path: str, headers: Headers) -> ApiError | None:
-        if not path.startswith("/v1/"):
+        if not path.startswith(GUARDED):
             return None
         key = self.service.api_key
         if key is not None:

@@ -12,7 +12,8 @@ from typing import Literal
 from headrace.api.errors import ApiError
 from headrace.api.service import Service
 from headrace.errors import Fault
-from headrace.step import Output, SamplingParams, TokenLogprobs
+from headrace.sampling import SamplingParams
+from headrace.step import Output, TokenLogprobs
 from headrace.telemetry.metrics import RequestTimer
 from headrace.text.detokenizer import Detokenizer
 
@@ -51,12 +52,16 @@ class Generation:
         sampling: SamplingParams,
         detokenizer: Detokenizer,
         timer: RequestTimer,
+        priority: int = 0,
     ) -> None:
         self.request_id = request_id
         self.tokens = tokens
         self.sampling = sampling
+        self.priority = priority
         self.num_tokens = 0
         """Tokens generated so far, up to the one that completed a stop string."""
+        self.num_cached = 0
+        """Prompt tokens that the engine had computed before."""
         self._detokenizer = detokenizer
         self._timer = timer
         self._pending: deque[Entry] = deque()
@@ -64,7 +69,7 @@ class Generation:
 
     async def pieces(self, service: Service) -> AsyncGenerator[Piece, None]:
         """Run the request. Raises ApiError or Fault when it cannot end well."""
-        outputs = service.engine.generate(self.request_id, self.tokens, self.sampling)
+        outputs = service.engine.generate(self.request_id, self.tokens, self.sampling, self.priority)
         reason = "abort"
         try:
             async for output in outputs:
@@ -93,6 +98,7 @@ class Generation:
             raise _failure(output)
         delta = self._detokenizer.push(output.tokens)
         self.num_tokens += delta.num_tokens
+        self.num_cached += output.num_cached
         self._timer.output(delta.num_tokens, output.queued_s)
         # An entry for each token that was read; the rest lies behind a stop string.
         self._pending.extend(zip(output.logprobs, delta.offsets, strict=False))
@@ -128,6 +134,8 @@ class Generation:
 def _failure(output: Output) -> ApiError:
     if output.finish_reason == "abort":
         return ApiError(503, "The engine gave the request up; it is stopping.", code="aborted")
+    if output.refused:
+        return ApiError(429, f"Too many requests: {output.error}.", code="rate_limit_exceeded")
     return ApiError(500, output.error or "The engine failed on this request.", code="engine_error")
 
 

@@ -1,4 +1,4 @@
-"""What operators and clients ask about the server: health, readiness, models, version, metrics."""
+"""What operators and clients ask about the server: health, readiness, models, version, metrics; and its cache."""
 
 from __future__ import annotations
 
@@ -44,6 +44,12 @@ def health_routes(service: Service) -> APIRouter:
     async def metrics() -> Response:
         """Metrics in Prometheus' text format."""
         return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    @router.post("/reset_prefix_cache", responses=describe(Health, errors=(401, 503)))
+    async def reset_prefix_cache() -> Response:
+        """Forget what is cached of earlier requests: those that come after this answer find nothing of it."""
+        service.engine.reset_prefix_cache()
+        return json_response(Health("ok"))
 
     return router
 

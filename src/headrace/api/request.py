@@ -12,7 +12,7 @@ from headrace.api.errors import ApiError, bad_value, context_overflow, unsupport
 from headrace.api.generation import Generation
 from headrace.api.schema import SamplingFields
 from headrace.api.service import Service
-from headrace.step import SamplingParams
+from headrace.sampling import SamplingParams
 from headrace.text.detokenizer import Detokenizer
 
 LONG_TEXT = 16_384
@@ -30,8 +30,10 @@ def check_model(service: Service, name: str | None) -> None:
         )
 
 
-def check_fields(fields: SamplingFields) -> None:
-    """Raise a 400 for what the schema allows and no request can have."""
+def check_fields(service: Service, fields: SamplingFields) -> None:
+    """Raise a 400 for what the schema allows and no request can have here."""
+    if fields.priority and not service.has_priorities:
+        raise bad_value("priority", "any but 0 needs a server with --policy priority")
     if fields.stream_options is not None and not fields.stream:
         raise bad_value("stream_options", "only with stream: true")
     if fields.response_format is not None and fields.response_format.type != "text":
@@ -101,7 +103,7 @@ def room_for(num_prompt: int, asked: int | None, max_len: int, *, param: str, fi
 
 
 def generations(
-    service: Service, prompts: Sequence[tuple[Sequence[int], SamplingParams]], num_each: int
+    service: Service, prompts: Sequence[tuple[Sequence[int], SamplingParams]], num_each: int, priority: int
 ) -> list[Generation]:
     """One run for every choice, in the order of the choices: all of the first prompt, then all of the next.
 
@@ -122,6 +124,7 @@ def generations(
                     params,
                     Detokenizer(service.tokenizer, stop=params.stop),
                     service.metrics.track(len(tokens)),
+                    priority,
                 )
             )
     return runs

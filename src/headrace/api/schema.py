@@ -85,6 +85,7 @@ class SamplingFields(Body):
     stop_token_ids: list[TokenId] | None = Field(None, max_length=256)
     min_tokens: Int | None = Field(None, ge=0, lt=2**31)
     ignore_eos: bool | None = None
+    priority: Int | None = Field(None, ge=-INT64, lt=INT64)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None

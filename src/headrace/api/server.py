@@ -37,6 +37,7 @@ def make_service(config: ServeConfig, engine: Engine) -> Service:
         model=ServedModel(name=name, root=str(source.path), vocab_size=read_spec(source).vocab_size),
         metrics=Metrics(name, lambda: engine.status, lambda: service.not_ready is None),
         api_key=config.http.api_key,
+        has_priorities=config.engine.schedule.policy == "priority",
     )
     return service
 

@@ -36,6 +36,8 @@ class Service:
     model: ServedModel
     metrics: Metrics
     api_key: str | None = None
+    has_priorities: bool = False
+    """Whether the engine looks at the priority of a request."""
     created: int = field(default_factory=lambda: int(time.time()))
     stopping: bool = False
     failure: str | None = None

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from headrace.api.errors import ErrorBody, ErrorDetail
-from headrace.api.generation import Finish
+from headrace.api.generation import Finish, Generation
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """What became of a request's prompt tokens."""
+
+    cached_tokens: int
+    """Those that were found in the prefix cache and not computed again."""
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -17,11 +25,15 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
-def usage_of(num_prompt: int, num_completion: int) -> Usage:
-    """Count the total too."""
-    return Usage(num_prompt, num_completion, num_prompt + num_completion)
+def usage_of(num_prompt: int, runs: Sequence[Generation], num_each: int) -> Usage:
+    """Prompts count once, whatever number of choices each has; as cached counts what none of these computed."""
+    num_completion = sum(run.num_tokens for run in runs)
+    firsts = range(0, len(runs), num_each)
+    num_cached = sum(min(run.num_cached for run in runs[first : first + num_each]) for first in firsts)
+    return Usage(num_prompt, num_completion, num_prompt + num_completion, PromptTokensDetails(num_cached))
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):

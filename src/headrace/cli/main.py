@@ -107,6 +107,18 @@ def _simulate_config() -> type[Any]:
     return SimulateConfig
 
 
+def _probe(config: Any) -> int:
+    from headrace.probe.run import probe
+
+    return probe(config)
+
+
+def _probe_config() -> type[Any]:
+    from headrace.probe.config import ProbeConfig
+
+    return ProbeConfig
+
+
 def _wait(config: Any) -> int:
     from headrace.wait.run import wait
 
@@ -146,6 +158,19 @@ def _doctor_config() -> type[Any]:
     return DoctorConfig
 
 
+def _plan(config: Any) -> int:
+    from headrace.plan.run import plan
+    from headrace.supervise.here import look
+
+    return plan(config, look)
+
+
+def _plan_config() -> type[Any]:
+    from headrace.plan.options import PlanConfig
+
+    return PlanConfig
+
+
 COMMANDS = {
     "serve": Command(
         lambda: ServeConfig,
@@ -156,11 +181,22 @@ COMMANDS = {
     "bench": Command(
         _bench_config, _bench, "Measure an OpenAI-compatible server: time to first token, throughput, errors."
     ),
+    "plan": Command(
+        _plan_config,
+        _plan,
+        "Say which layouts of a model fit on a machine and how fast each would be, before a byte is loaded.",
+        ("model",),
+    ),
     "simulate": Command(
         _simulate_config,
         _simulate,
         "Serve requests in virtual time on hardware that need not be there: throughput, latencies, idle stages.",
         ("model",),
+    ),
+    "probe": Command(
+        _probe_config,
+        _probe,
+        "Measure this machine: memory, products, links between GPUs, disk. What is wrong is said, the rest is a file.",
     ),
     "service": Command(
         _service_config,
@@ -197,7 +233,7 @@ def _parameter(flag: Flag, positional: bool) -> inspect.Parameter:
         help=flag.help,
         metavar=flag.metavar,
         env_var=ENVIRONMENT.get(flag.field),
-        negative="",
+        negative=f"--no-{flag.name[2:]}" if flag.default is True else "",
         converter=_converter(flag),
         # The text of a list, and of a size, is one argument.
         n_tokens=1 if flag.parse else None,

@@ -44,6 +44,7 @@ def main() -> None:
                 "max_len": status.max_len,
                 "load_s": status.load_s,
                 "stages": stages(status),
+                "warm": msgspec.to_builtins(status.warm),
             }
             reporter.report(Ready("engine", fields))
 

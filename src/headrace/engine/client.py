@@ -13,6 +13,7 @@ import zmq
 
 from headrace.channel import join, join_url
 from headrace.errors import Fault
+from headrace.sampling import SamplingParams
 from headrace.step import (
     Abort,
     ClientMessage,
@@ -21,7 +22,7 @@ from headrace.step import (
     Hello,
     Output,
     Outputs,
-    SamplingParams,
+    ResetPrefixCache,
     Submit,
     pack,
 )
@@ -80,7 +81,9 @@ class EngineClient:
             self._socket.close(linger=0)
             self._socket = None
 
-    async def generate(self, request_id: str, tokens: Sequence[int], sampling: SamplingParams) -> AsyncIterator[Output]:
+    async def generate(
+        self, request_id: str, tokens: Sequence[int], sampling: SamplingParams, priority: int = 0
+    ) -> AsyncIterator[Output]:
         """The request's outputs; they end after the one with a finish_reason. Closing the iterator early aborts it.
 
         Raises Fault if the engine is lost.
@@ -92,7 +95,7 @@ class EngineClient:
         self._queues[request_id] = queue
         finished = False
         try:
-            self._send(Submit(request_id, pack(tokens), sampling))
+            self._send(Submit(request_id, pack(tokens), sampling, priority))
             while not finished:
                 output = await queue.get()
                 if output is None:
@@ -103,6 +106,12 @@ class EngineClient:
             del self._queues[request_id]
             if not finished and self._lost is None and self._socket is not None:
                 self._send(Abort([request_id]))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what is cached: requests after this find nothing from before. Raises Fault if the engine is lost."""
+        if self._lost is not None or self._socket is None:
+            raise Fault(self._lost or "not connected to the engine")
+        self._send(ResetPrefixCache())
 
     def _drain(self) -> None:
         """Take in all that is there.

@@ -17,6 +17,7 @@ from headrace.channel import join, join_url
 from headrace.config import EngineConfig, HttpConfig, LayoutConfig, ModelConfig, RunConfig, ScheduleConfig, ServeConfig
 from headrace.errors import Fault, UserError
 from headrace.mesh import Mesh
+from headrace.sampling import SamplingParams
 from headrace.step import (
     Abort,
     EngineMessage,
@@ -24,7 +25,7 @@ from headrace.step import (
     FinishReason,
     Hello,
     Output,
-    SamplingParams,
+    ResetPrefixCache,
     Submit,
     TokenLogprobs,
     pack,
@@ -63,6 +64,8 @@ class Generation:
     """One entry a token, where asked for."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """All prompt positions but the first, where asked for."""
+    num_cached: int = 0
+    """Prompt tokens that were found in the prefix cache."""
 
 
 @dataclass
@@ -75,6 +78,7 @@ class _Pending:
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_cached: int = 0
 
 
 class LLM:
@@ -82,14 +86,15 @@ class LLM:
 
     model: as in `headrace serve`. Options are the fields of the configuration by their own names: `pp`, `tp`, `ep`,
     `split`, `device`, `dtype`, `max_len`, `seed`, `attention`, `graphs`, `weights`, `routing`, `max_running`, `chunk`,
-    `page_size`, `kv_memory`, `run_ahead`, `transport`, `timeout_s`, `stall_timeout_s`, `edges`, `all_reduce`, `trace`.
-    Raises UserError for what cannot be, Fault when it fails; both in one line. A context manager; `close` leaves no
-    process and no file behind. Belongs to one thread.
+    `page_size`, `kv_memory`, `run_ahead`, `balance`, `prefix_cache`, `policy`, `max_waiting`, `transport`, `timeout_s`,
+    `stall_timeout_s`, `edges`, `all_reduce`, `trace`. Raises UserError for what cannot be, Fault when it fails; both in
+    one line. A context manager; `close` leaves no process and no file behind. Belongs to one thread.
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         config = _config(model, options)
         self._closed = False
+        self._policy = config.schedule.policy
         prepared = prepare(ServeConfig(engine=config, http=HttpConfig()), say=log.info)
         self.mesh: Mesh = prepared.mesh
         self.spec = prepared.spec
@@ -129,22 +134,30 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
     ) -> list[Generation]:
         """Complete prompts (texts or token ids), all at once; results in their order.
 
-        sampling: one for all, or one a prompt. Raises UserError naming what is wrong with a prompt or a parameter; the
-        others of the call are then dropped.
+        sampling, priority: one for all, or one a prompt. Raises UserError naming what is wrong with a prompt or a
+        parameter; the others of the call are then dropped.
         """
         many = _as_prompts(prompts)
         if sampling is None or isinstance(sampling, SamplingParams):
             sampling = [sampling or SamplingParams()] * len(many)
         if len(sampling) != len(many):
             raise UserError(f"sampling: {len(sampling)} for {len(many)} prompts")
+        priorities = [priority] * len(many) if isinstance(priority, int) else list(priority)
+        if len(priorities) != len(many):
+            raise UserError(f"priority: {len(priorities)} for {len(many)} prompts")
+        if any(priorities) and self._policy != "priority":
+            raise UserError('priority: any but 0 needs policy="priority"')
         # All are checked before any is submitted: what is wrong with one must not leave others running.
         checked = [
             self._check(i, prompt, params) for i, (prompt, params) in enumerate(zip(many, sampling, strict=True))
         ]
-        return self._collect({self._submit(one.tokens, one.sampling): one for one in checked})
+        pairs = zip(checked, priorities, strict=True)
+        return self._collect({self._submit(one.tokens, one.sampling, first): one for one, first in pairs})
 
     def chat(
         self,
@@ -163,6 +176,12 @@ class LLM:
         texts = [form.render(one, tools=tools, add_generation_prompt=True, **template) for one in conversations]
         # The template writes the special tokens itself.
         return self.generate([self.tokenizer.encode(text, add_special=False) for text in texts], sampling)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what is cached of the prompts and answers so far."""
+        if self._closed:
+            raise Fault("this LLM is closed")
+        self._socket.send(self._encode(ResetPrefixCache()))
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -231,12 +250,12 @@ class LLM:
             params = params.ending_at([token for token in self.tokenizer.eos_ids if token < vocab])
         return _Pending(index, tokens, params, detokenizer)
 
-    def _submit(self, tokens: Sequence[int], params: SamplingParams) -> str:
+    def _submit(self, tokens: Sequence[int], params: SamplingParams, priority: int) -> str:
         if self._closed:
             raise Fault("this LLM is closed")
         request_id = str(self._num_requests)
         self._num_requests += 1
-        self._socket.send(self._encode(Submit(request_id, pack(tokens), params)))
+        self._socket.send(self._encode(Submit(request_id, pack(tokens), params, priority)))
         return request_id
 
     def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
@@ -271,6 +290,7 @@ class LLM:
         one.prompt_logprobs += output.prompt_logprobs
         one.ids += output.tokens
         one.logprobs += output.logprobs
+        one.num_cached += output.num_cached
         reason, stopped = output.finish_reason, False
         if one.detokenizer is not None:
             delta = one.detokenizer.push(output.tokens)
@@ -291,6 +311,7 @@ class LLM:
             one.tokens,
             None if wanted.logprobs is None else one.logprobs,
             None if wanted.prompt_logprobs is None else one.prompt_logprobs,
+            one.num_cached,
         )
 
     def _hear(self) -> list[Output]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -16,14 +17,27 @@ from headrace.channel import Listener
 from headrace.config import EngineConfig
 from headrace.engine.executor import Capacity, Executor
 from headrace.engine.requests import Intake, warm_up
-from headrace.errors import PeerLost, UserError
+from headrace.errors import PeerLost, QueueFull, UserError
 from headrace.mesh import build_mesh
+from headrace.plan.curve import cost_curve
 from headrace.plan.reads import decode_balance
+from headrace.schedule import Scheduler, SchedulerConfig
 from headrace.schedule.balance import Balance, Level
+from headrace.schedule.order import POLICIES
 from headrace.schedule.request import Event
-from headrace.schedule.scheduler import Scheduler, SchedulerConfig
 from headrace.spec import ModelSpec
-from headrace.step import Abort, ClientMessage, EngineStatus, Hello, Output, Outputs, StepResult, Submit
+from headrace.step import (
+    Abort,
+    ClientMessage,
+    EngineStatus,
+    Hello,
+    Output,
+    Outputs,
+    ResetPrefixCache,
+    StepResult,
+    Submit,
+    WarmUp,
+)
 from headrace.supervise.beat import Work
 
 log = logging.getLogger(__name__)
@@ -71,6 +85,9 @@ class Engine:
         self._load_s = 0.0
         self._load_bytes = (0, 0)
         self._turns = -1
+        self._warm_up = WarmUp()
+        self._token_times_s: list[float] = []
+        """Of the warm-up."""
         self._stopped = False
         self._next_status_s = 0.0
         self._host_s = 0.0
@@ -149,6 +166,10 @@ class Engine:
                 num_pages=self._capacity.num_pages,
                 max_len=self._max_len,
                 run_ahead=schedule.run_ahead or 0,
+                prefix_cache=schedule.prefix_cache,
+                curve=cost_curve(self._spec, "cuda" if self._config.model.device == "cuda" else "cpu", schedule.chunk),
+                policy=POLICIES[schedule.policy],
+                max_waiting=schedule.max_waiting,
             ),
             self._balance(),
         )
@@ -162,9 +183,15 @@ class Engine:
         assert self._scheduler is not None and self._config.schedule.chunk is not None
         self._set_phase("warming")
         length = min(self._config.schedule.chunk, self._max_len - 1)
+        began = time.monotonic()
         self._submit(Origin(b"", ""), warm_up(length))
         while self._scheduler.has_work and not self._stopped:
             self._turn()
+        self._scheduler.reset_prefix_cache()
+        self._scheduler.num_prefix_queries = 0
+        times = self._token_times_s
+        if len(times) > 1:
+            self._warm_up = WarmUp(length, times[0] - began, min(b - a for a, b in itertools.pairwise(times)))
 
     # --- one turn ---------------------------------------------------------------------------------------------------
 
@@ -197,6 +224,9 @@ class Engine:
                 self._send_status(client)
             elif isinstance(message, Submit):
                 self._submit(Origin(client, message.request_id), message)
+            elif isinstance(message, ResetPrefixCache):
+                if self._scheduler is not None:
+                    self._scheduler.reset_prefix_cache()
             else:
                 self._abort(client, message)
 
@@ -209,7 +239,9 @@ class Engine:
             self._num_submitted += 1
             self._scheduler.submit(request, time.monotonic())
         except UserError as error:
-            self._send(origin.client, [Output(origin.request_id, finish_reason="error", error=str(error))])
+            refused = isinstance(error, QueueFull)
+            output = Output(origin.request_id, finish_reason="error", error=str(error), refused=refused)
+            self._send(origin.client, [output])
             return
         self._origins[key] = origin
         self._keys[origin] = key
@@ -225,6 +257,8 @@ class Engine:
         assert self._scheduler is not None
         now = time.monotonic()
         events = self._scheduler.commit(result, now)
+        if self._phase == "warming" and events:
+            self._token_times_s.append(now)
         self._flight_since = now if self._scheduler.num_in_flight else None
         by_client: dict[bytes, list[Output]] = {}
         for event in events:
@@ -280,7 +314,6 @@ class Engine:
     def status(self) -> EngineStatus:
         """How things stand."""
         scheduler, capacity, layout = self._scheduler, self._capacity, self._config.layout
-        used, free = (scheduler.num_pages_used, scheduler.num_pages_free) if scheduler else (0, 0)
         stages = self._executor.stage_stats()
         if capacity is not None:
             stages = [
@@ -294,7 +327,10 @@ class Engine:
             num_waiting=scheduler.num_waiting if scheduler else 0,
             num_preemptions=scheduler.num_preemptions if scheduler else 0,
             kv_tokens=capacity.num_tokens if capacity else 0,
-            kv_usage=used / (used + free) if used + free else 0.0,
+            kv_usage=scheduler.num_pages_used / capacity.num_pages if scheduler and capacity else 0.0,
+            kv_cached=scheduler.num_pages_cached / capacity.num_pages if scheduler and capacity else 0.0,
+            prefix_queries=scheduler.num_prefix_queries if scheduler else 0,
+            prefix_hits=scheduler.num_prefix_hits if scheduler else 0,
             max_len=self._max_len,
             vocab_size=self._spec.vocab_size,
             load_s=self._load_s,
@@ -303,6 +339,7 @@ class Engine:
             stages=stages,
             host_s=self._host_s,
             settled=self._executor.is_settled,
+            warm=self._warm_up,
         )
 
 
@@ -319,4 +356,5 @@ def _output(request_id: str, event: Event) -> Output:
         event.finish_reason,
         None,
         event.queued_s,
+        event.num_cached,
     )

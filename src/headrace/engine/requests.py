@@ -7,11 +7,14 @@ import random
 import numpy as np
 
 from headrace.errors import UserError
+from headrace.sampling import SamplingParams
 from headrace.schedule.request import Request
 from headrace.spec import ModelSpec
-from headrace.step import SamplingParams, Submit, unpack
+from headrace.step import Submit, unpack
 
 WARM_UP = "warm-up"
+WARM_TOKENS = 5
+"""The first decode step runs what none has run before, those after it show how long one takes."""
 
 
 class Intake:
@@ -35,10 +38,12 @@ class Intake:
             raise UserError(str(error)) from None
         # Drawn even where it is not needed, so that a seed depends on the place among the submissions alone.
         seed = self._random.getrandbits(63)
-        return Request.from_sampling(key, submit.tokens, submit.sampling, eos_ids=self._eos_ids, seed=seed)
+        return Request.from_sampling(
+            key, submit.tokens, submit.sampling, eos_ids=self._eos_ids, seed=seed, priority=submit.priority
+        )
 
 
 def warm_up(length: int) -> Submit:
-    """A request that passes every stage: a prompt of `length` tokens, then a decode."""
+    """A request that passes every stage: a prompt of `length` tokens, then a few decodes, as far as there is room."""
     tokens = np.zeros(length, dtype="<i4").tobytes()
-    return Submit(WARM_UP, tokens, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
+    return Submit(WARM_UP, tokens, SamplingParams(temperature=0.0, max_tokens=WARM_TOKENS, ignore_eos=True))

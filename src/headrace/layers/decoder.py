@@ -45,6 +45,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(build, build.spec.hidden) if build.last else None
         self.has_latent_cache = any(isinstance(build.spec.layers[i].attention, MlaSpec) for i in build.layers)
         self.head = Head(build, self.embedding if build.spec.tied else None) if build.last else None
+        self._final_layers: set[int] = set()
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """ids_T on the first stage, hidden states x_TD elsewhere -> hidden states x_TD, before the final norm."""
@@ -62,12 +63,27 @@ class Decoder(nn.Module):
         y: torch.Tensor = self.head(self.norm(x_TD))
         return y
 
+    def finalise_layer(self, index: int) -> None:
+        """Let a layer take its final form once its weights are there, while others are still loading."""
+        _finalise(self.layers[str(index)])
+        self._final_layers.add(index)
+
     def finalise(self) -> None:
-        """Let every module take its final form once the weights are loaded, parents before their children."""
-        pending = list(self.children())
-        while pending:
-            module = pending.pop()
-            finalise = getattr(module, "finalise", None)
-            if finalise is not None:
-                finalise()
-            pending.extend(module.children())
+        """Let every module that has not yet taken its final form do so; all weights are loaded."""
+        for name, child in self.named_children():
+            if name != "layers":
+                _finalise(child)
+        for index in self.layers:
+            if int(index) not in self._final_layers:
+                self.finalise_layer(int(index))
+
+
+def _finalise(root: nn.Module) -> None:
+    """Parents before their children."""
+    pending = [root]
+    while pending:
+        module = pending.pop()
+        finalise = getattr(module, "finalise", None)
+        if finalise is not None:
+            finalise()
+        pending.extend(module.children())

@@ -17,10 +17,12 @@ DEFAULT_RANDOM_REQUESTS = 200
 
 @dataclass(frozen=True, kw_only=True)
 class MachineConfig:
-    """The hardware, by the names of the catalogue."""
+    """The hardware, by the names of the catalogue, or as it was measured."""
 
-    gpu: str
+    gpu: str | None = None
     """What every rank runs on, by its slug: rtx-pro-6000, h200, ... (a wrong one lists the nearest)."""
+    hardware: str | None = None
+    """File of headrace probe, instead of a GPU's name: the GPUs of that machine and what joins them."""
     links: str | None = None
     """What joins the GPUs of a host, by its slug; by default what they come with; none prices no communication."""
     hosts: int = 1
@@ -29,6 +31,8 @@ class MachineConfig:
     """What joins hosts, by its slug: 100gbe-tcp, 400gbe, ..."""
 
     def __post_init__(self) -> None:
+        if (self.gpu is None) == (self.hardware is None):
+            raise UserError("--gpu and --hardware: give one of them")
         if self.hosts < 1:
             raise UserError(f"--hosts {self.hosts}: must be at least 1")
 

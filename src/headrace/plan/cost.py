@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -49,14 +50,16 @@ def seconds(operation: Operation | AllReduce | AllGather, gpu: Gpu, link: Link |
     """How long one operation takes on a GPU that `link` joins to the stage's other ranks (None: at no cost)."""
     if isinstance(operation, Operation):
         num_bytes = operation.bytes + max(0.0, operation.moved - gpu.cache_bytes)
-        working = max(num_bytes / gpu.read_rate, operation.flops / gpu.flops_rate(operation.rate))
+        reading, computing = num_bytes / gpu.read_rate, operation.flops / gpu.flops_rate(operation.rate)
+        working = max(reading, computing) + (1 - gpu.overlap) * min(reading, computing)
         return working + operation.launches * gpu.launch_s
     if link is None:
         return 0.0
+    # What follows a sum cannot be launched early: it waits for other GPUs.
     if isinstance(operation, AllGather):
         # Half of what a sum of as many bytes moves, and no less than the shortest sum.
-        return max(link.all_reduce_s(tp, 0), link.all_reduce_s(tp, operation.bytes) / 2)
-    return link.all_reduce_s(tp, operation.bytes)
+        return max(link.all_reduce_s(tp, 0), link.all_reduce_s(tp, operation.bytes) / 2) + gpu.launch_s
+    return link.all_reduce_s(tp, operation.bytes) + gpu.launch_s
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,33 @@ class Roofline:
             total_GS[:, -1] += self._head_s(load.sampled)
         slowest: FloatArray = (total_GS * self._here_GS).max(axis=0)
         return slowest
+
+    def parts_s(self, load: Load, stage: int) -> dict[str, float]:
+        """A stage's step by part, on the slowest of its places: what each part reads and computes, launches, sums."""
+        found = [
+            self._parts(at, load, stage) for at, here in zip(self._places, self._here_GS, strict=True) if here[stage]
+        ]
+        return max(found, key=lambda parts: sum(parts.values()))
+
+    def _parts(self, at: Place, load: Load, stage: int) -> dict[str, float]:
+        share, last = self._share, stage == self.num_stages - 1
+        each: list[tuple[float, Iterable[Operation | AllReduce | AllGather]]] = []
+        for kind, count in zip(self._layers, self._layers_KS[:, stage], strict=True):
+            if count:
+                each += [(count, share.products(*kind, load.tokens)), (count, share.attention(*kind, load))]
+        each += [(1, share.embedding(load.tokens))] if stage == 0 else []
+        each += [(1, share.head(self._head, load.sampled))] if last else []
+        parts: dict[str, float] = defaultdict(float)
+        for count, operations in each:
+            for operation in operations:
+                spent = count * seconds(operation, at.gpu, at.link, share.tp)
+                if isinstance(operation, Operation):
+                    launches = count * operation.launches * at.gpu.launch_s
+                    parts[operation.part] += spent - launches
+                    parts["launches"] += launches
+                else:
+                    parts["sums"] += spent
+        return {part: spent for part, spent in parts.items() if spent}
 
     def edges_s(self, tokens: int) -> tuple[FloatArray, FloatArray]:
         num_bytes = tokens * self._share.spec.hidden * self._share.value_bytes

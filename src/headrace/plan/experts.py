@@ -36,11 +36,7 @@ class Uniform:
     """Every token draws its experts afresh, all equally likely: E (1 - (1 - k/E)^b) of E on one rank."""
 
     def distinct(self, moe: MoeSpec, tokens: int, ranks: int) -> float:
-        touched = 1 - (1 - moe.top_k / moe.num_experts) ** tokens
-        if ranks == 1:
-            return moe.num_experts * touched
-        one = _at_most(np.full(moe.num_experts // ranks, touched))
-        return _expected_maximum(one**ranks)
+        return _uniform(moe.num_experts, moe.top_k, tokens, ranks)
 
     def pairs(self, moe: MoeSpec, tokens: int, ranks: int) -> float:
         """The mean, and the largest of so many deviations of a binomial."""
@@ -65,6 +61,15 @@ class Skewed:
     def pairs(self, moe: MoeSpec, tokens: int, ranks: int) -> float:
         chosen = _popularity(moe.num_experts, moe.top_k, self.exponent).reshape(ranks, -1)
         return float(tokens * chosen.sum(axis=1).max())
+
+
+@lru_cache(maxsize=8192)
+def _uniform(num_experts: int, top_k: int, tokens: int, ranks: int) -> float:
+    touched = 1 - (1 - top_k / num_experts) ** tokens
+    if ranks == 1:
+        return num_experts * touched
+    one = _at_most(np.full(num_experts // ranks, touched))
+    return _expected_maximum(one**ranks)
 
 
 def _at_most(chances: FloatArray) -> FloatArray:

@@ -17,7 +17,6 @@ NCCL_BASE_S = 6.6e-6
 """What an all-reduce costs before its hops, in NCCL's own model."""
 Named = TypeVar("Named")
 Rate = Literal["dense", "experts", "attention"]
-SHARES = ("read_share", "dense_share", "expert_share", "attention_share")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +42,12 @@ class Gpu:
     """The last cache before memory: what an operation puts in and takes out stays there if it fits."""
     launch_s: float = 0.0
     """What a kernel costs beside its work."""
+    overlap: float = 1.0
+    """Of the shorter of reading and computing, what hides behind the longer one."""
     link: str = ""
     """Slug of what joins such GPUs in one host."""
+    is_cpu: bool = False
+    """Ranks on a host's cores: no graphs, and its memory is the host's."""
     source: str = ""
 
     @property
@@ -85,6 +88,8 @@ class Link:
     latency_s: float
     hop_s: float
     """A hop of an all-reduce in NCCL's model."""
+    p2p: bool = True
+    """Whether GPUs reach each other's memory over it."""
     curves: Mapping[int, Curve] = field(default_factory=dict, hash=False)
     """Measured all-reduces by group size."""
     source: str = ""
@@ -141,6 +146,11 @@ class Machine:
         """Which host a rank is on."""
         return rank * self.num_hosts // len(self.gpus)
 
+    @property
+    def reaches(self) -> bool:
+        """Whether GPUs of a host write into each other's memory."""
+        return self.link is None or self.link.p2p
+
     def between(self, ranks: Sequence[int]) -> Link | None:
         """What joins these ranks: the network as soon as they are on more than one host."""
         return self.link if len({self.host_of(rank) for rank in ranks}) == 1 else self.network
@@ -165,15 +175,45 @@ def build_machine(
     return Machine(gpus=(kind,) * num_gpus, link=link, num_hosts=num_hosts, network=between)
 
 
+def find_gpu(known: Catalogue, name: str) -> Gpu | None:
+    """The GPU that a driver calls so: the entry all words of whose slug are in the name, the one with most of them.
+
+    SXM is what a driver leaves out, or writes with a number.
+    """
+    said = set(name.lower().replace("-", " ").split())
+    words = {slug: set(slug.split("-")) - {"sxm"} for slug in known.gpus}
+    found = [slug for slug in known.gpus if words[slug] <= said]
+    return known.gpus[max(found, key=lambda slug: len(words[slug]))] if found else None
+
+
+@lru_cache(maxsize=1)
+def _package_tables() -> Mapping[str, Any]:
+    return tomllib.loads(resources.files("headrace.plan").joinpath("catalogue.toml").read_text(encoding="utf-8"))
+
+
 @lru_cache(maxsize=1)
 def catalogue() -> Catalogue:
     """The catalogue that comes with the package."""
-    return read_catalogue(resources.files("headrace.plan").joinpath("catalogue.toml").read_text(encoding="utf-8"))
+    return build_catalogue(_package_tables())
 
 
-def read_catalogue(text: str) -> Catalogue:
-    """Read a catalogue from its TOML. A wrong entry is the writer's error: KeyError, TypeError or ValueError."""
-    tables = tomllib.loads(text)
+def assumed_gpu() -> Gpu:
+    """What is assumed of a GPU that nobody has measured: shares and launches; the rest is nothing."""
+    nothing = {"name": "", "memory_gib": 0, "memory_gb_s": 0, "bf16_tflops": 0, "cache_mib": 0, "link": ""}
+    return _gpu("", {**nothing, **_package_tables()["assumed"]})
+
+
+def read_catalogue(own: Mapping[str, Mapping[str, Any]]) -> Catalogue:
+    """The package's, with entries that `own` adds or changes: by "gpu", "link" and "network" and slug."""
+    tables = dict(_package_tables())
+    for kind, entries in own.items():
+        known = tables[kind]
+        tables[kind] = {**known, **{slug: {**known.get(slug, {}), **entry} for slug, entry in entries.items()}}
+    return build_catalogue(tables)
+
+
+def build_catalogue(tables: Mapping[str, Any]) -> Catalogue:
+    """From the tables of its file. A wrong entry is the writer's error: KeyError, TypeError or ValueError."""
     assumed = tables["assumed"]
     return Catalogue(
         gpus={slug: _gpu(slug, {**assumed, **entry}) for slug, entry in tables["gpu"].items()},
@@ -186,14 +226,18 @@ def _gpu(slug: str, entry: Mapping[str, Any]) -> Gpu:
     return Gpu(
         slug=slug,
         name=entry["name"],
-        memory_bytes=int(entry["memory_gib"] * GIB),
+        memory_bytes=int(float(entry["memory_gib"]) * GIB),
         bandwidth=entry["memory_gb_s"] * 1e9,
         bf16_flops=entry["bf16_tflops"] * 1e12,
-        cache_bytes=int(entry["cache_mib"] * MIB),
+        cache_bytes=int(float(entry["cache_mib"]) * MIB),
         launch_s=entry["launch_us"] * 1e-6,
+        overlap=float(entry["overlap"]),
         link=entry["link"],
-        source=entry["source"],
-        **{share: float(entry[share]) for share in SHARES},
+        source=entry.get("source", ""),
+        read_share=float(entry["read_share"]),
+        dense_share=float(entry["dense_share"]),
+        expert_share=float(entry["expert_share"]),
+        attention_share=float(entry["attention_share"]),
     )
 
 
@@ -204,11 +248,12 @@ def _link(slug: str, entry: Mapping[str, Any]) -> Link:
         bandwidth=entry["gb_s"] * 1e9,
         latency_s=entry["latency_us"] * 1e-6,
         hop_s=entry["hop_us"] * 1e-6,
+        p2p=bool(entry.get("p2p", True)),
         curves={
             int(size): Curve(tuple((kib * KIB, us * 1e-6) for kib, us in points))
             for size, points in entry.get("all_reduce", {}).items()
         },
-        source=entry["source"],
+        source=entry.get("source", ""),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,13 +52,22 @@ def head(spec: ModelSpec) -> Matrix:
     return Matrix("head", "head", params, params * DTYPE_BYTES[spec.dtype], spec.hidden + spec.vocab_size)
 
 
-def rank_bytes(spec: ModelSpec, tp: int, layers: range, *, first: bool, last: bool) -> float:
-    """Bytes of weights that each rank of a stage holds. A tied head is a copy, unless one stage is first and last."""
-    total = sum(matrix.bytes * matrix.share(tp) for index in layers for matrix in layer_matrices(spec, index))
-    ends = [embedding(spec)] if first else []
+def stage_matrices(
+    spec: ModelSpec, tp: int, layers: range, *, first: bool, last: bool
+) -> Iterator[tuple[Matrix, float]]:
+    """All that a stage holds, and of each what every rank has. A tied head is a copy, unless one stage is both ends."""
+    for index in layers:
+        for matrix in layer_matrices(spec, index):
+            yield matrix, matrix.share(tp)
+    if first:
+        yield embedding(spec), 1 / tp
     if last and not (first and spec.tied):
-        ends.append(head(spec))
-    return total + sum(matrix.bytes / tp for matrix in ends)
+        yield head(spec), 1 / tp
+
+
+def rank_bytes(spec: ModelSpec, tp: int, layers: range, *, first: bool, last: bool) -> float:
+    """Bytes of weights that each rank of a stage holds."""
+    return sum(matrix.bytes * share for matrix, share in stage_matrices(spec, tp, layers, first=first, last=last))
 
 
 def _matrix(

@@ -13,11 +13,8 @@ from headrace.plan.experts import Routing
 from headrace.plan.hardware import Rate
 from headrace.plan.inventory import Matrix, Part
 from headrace.plan.load import Load
+from headrace.plan.reserve import EXPAND_MOST, EXPAND_PAIRS
 from headrace.spec import DTYPE_BYTES, LayerSpec, MlaSpec, ModelSpec, MoeSpec
-
-EXPAND_PAIRS = 256
-EXPAND_MOST = 32768
-"""When a worker makes keys and values of a chunk's latents (`worker/steps`): pairs a position, positions in all."""
 
 LAUNCHES = {
     "q": 1, "k": 0, "v": 0,  # one product

@@ -23,6 +23,35 @@ TOKEN = 1
 ONE_TOKEN = pack([TOKEN])
 
 
+class Line:
+    """Stages and the links between them as servers in a row: when each is done with what it served last."""
+
+    def __init__(self, num_stages: int) -> None:
+        self._free_s = np.zeros(2 * num_stages - 1)
+
+    def serve(self, steps_s: FloatArray, edges_s: FloatArray, delays_s: FloatArray, ready_s: float) -> FloatArray:
+        """When each stage begins with what is ready for the first at `ready_s`, and keeps it for `steps_s`.
+
+        Server j ends at max(its last end, the arrival from j - 1) + its work. Unrolled, with A the work and the delays
+        of all servers before: end_j = A_j + work_j + max over i <= j of (begin_i - A_i), where begin_i is when server i
+        would begin if nothing had to arrive.
+        """
+        work = np.empty(len(self._free_s))
+        work[0::2], work[1::2] = steps_s, edges_s
+        before = np.empty(len(work))
+        before[0] = 0.0
+        np.cumsum(work[:-1], out=before[1:])
+        late_s = np.cumsum(delays_s)
+        before[2::2] += late_s
+        before[3::2] += late_s[:-1]
+        begins = self._free_s
+        begins[0] = max(begins[0], ready_s)
+        begins = before + np.maximum.accumulate(begins - before)
+        self._free_s = begins + work
+        stages: FloatArray = begins[0::2]
+        return stages
+
+
 @dataclass
 class Pipeline:
     """The virtual workers of one engine."""
@@ -44,8 +73,7 @@ class Pipeline:
         self.num_plans = 0
         self._token_s = np.zeros(self.num_slots)
         """By slot: when its last token is on the first stage."""
-        self._free_s = np.zeros(2 * num_stages - 1)
-        """By server, stage after link after stage: when it is done with its last plan."""
+        self._line = Line(num_stages)
 
     def send(self, plan: StepPlan, now_s: float) -> None:
         """Take a plan that the engine sends at `now_s`."""
@@ -54,38 +82,17 @@ class Pipeline:
         rows = unpack(plan.rows, ROW_WIDTH)
         load = Load.of_rows(rows)
         ready_s = max(now_s + self.cost.host_s / 2, float(self._token_s[rows[:, 0]].max()))
-        begins_s, steps_s = self._compute(load, ready_s)
+        steps_s = self.cost.steps_s(load)
+        edges_s, delays_s = self.cost.edges_s(load.tokens)
+        begins_s = self._line.serve(steps_s, edges_s, delays_s, ready_s)
+        self.busy_s += steps_s
+        self.edge_s += edges_s
         end_s = float(begins_s[-1] + steps_s[-1])
         self._token_s[rows[rows[:, 3] == 1, 0]] = end_s + self.cost.feedback_s
         self.results.append((end_s + self.cost.host_s / 2, StepResult(plan.plan_id, ONE_TOKEN * load.sampled)))
         self.num_plans += 1
         if self.record:
             self._record(plan.plan_id, len(rows), load, begins_s, steps_s)
-
-    def _compute(self, load: Load, ready_s: float) -> tuple[FloatArray, FloatArray]:
-        """When each stage begins, and how long it takes.
-
-        Server j ends at max(its last end, the arrival from j - 1) + its work. Unrolled, with A the work and the delays
-        of all servers before: end_j = A_j + work_j + max over i <= j of (begin_i - A_i), where begin_i is when server i
-        would begin if nothing had to arrive.
-        """
-        steps_s = self.cost.steps_s(load)
-        edges_s, delays_s = self.cost.edges_s(load.tokens)
-        work = np.empty(len(self._free_s))
-        work[0::2], work[1::2] = steps_s, edges_s
-        before = np.empty(len(work))
-        before[0] = 0.0
-        np.cumsum(work[:-1], out=before[1:])
-        late_s = np.cumsum(delays_s)
-        before[2::2] += late_s
-        before[3::2] += late_s[:-1]
-        begins = self._free_s
-        begins[0] = max(begins[0], ready_s)
-        begins = before + np.maximum.accumulate(begins - before)
-        self._free_s = begins + work
-        self.busy_s += steps_s
-        self.edge_s += edges_s
-        return begins[0::2], steps_s
 
     def _record(self, plan_id: int, num_rows: int, load: Load, begins_s: FloatArray, steps_s: FloatArray) -> None:
         args = {"plan": plan_id, "rows": num_rows, "tokens": load.tokens, "decodes": load.decodes}

@@ -9,13 +9,15 @@ from pathlib import Path
 from headrace.errors import UserError
 from headrace.mesh import Mesh, build_mesh
 from headrace.plan.arrivals import Arrivals, Ask, Closed, Open, random_times, read_asks
-from headrace.plan.config import SimulateConfig, WorkloadConfig
+from headrace.plan.config import MachineConfig, SimulateConfig, StepsConfig, WorkloadConfig
 from headrace.plan.cost import Roofline
+from headrace.plan.curve import cost_curve
 from headrace.plan.experts import Routing, Skewed, Uniform
 from headrace.plan.figures import Figures, Setup, figures, to_json, to_text
 from headrace.plan.hardware import Machine, build_machine, catalogue
+from headrace.plan.hardware_file import read_hardware
 from headrace.plan.load import Load
-from headrace.plan.memory import kv_layer_bytes, kv_tokens, weight_bytes
+from headrace.plan.memory import Limits, kv_layer_bytes, kv_tokens, weight_bytes
 from headrace.plan.reads import decode_balance
 from headrace.plan.split import Splitter
 from headrace.plan.virtual import VirtualEngine
@@ -41,19 +43,12 @@ def run_simulation(config: SimulateConfig) -> tuple[Setup, Figures]:
     asks = _asks(config.workload)
     routing = Uniform() if config.workload.routing == "uniform" else Skewed()
     mesh = build_mesh(config.layout, spec)
-    machine = build_machine(
-        catalogue(),
-        config.machine.gpu,
-        mesh.num_ranks,
-        links=config.machine.links,
-        num_hosts=config.machine.hosts,
-        network=config.machine.network,
-    )
+    machine = machine_of(config.machine, mesh.num_ranks)
     if config.layout.split is None:
         mesh = _fastest(config, spec, mesh, machine, routing, asks)
     stage_tokens = _kv_tokens(config, spec, mesh, machine)
     engine = VirtualEngine(
-        _scheduler_config(config, mesh, min(stage_tokens), asks),
+        _scheduler_config(config, spec, mesh, min(stage_tokens), asks),
         Roofline(spec, mesh, machine, routing),
         balance=decode_balance(spec, mesh),
         record=config.trace is not None,
@@ -61,14 +56,14 @@ def run_simulation(config: SimulateConfig) -> tuple[Setup, Figures]:
     engine.run(_arrivals(config.workload, asks))
     if config.trace is not None:
         try:
-            write_trace(Path(config.trace), engine.pipeline.spans, f"{name} {mesh.name} on {config.machine.gpu}")
+            write_trace(Path(config.trace), engine.pipeline.spans, f"{name} {mesh.name} on {machine.gpus[0].slug}")
         except OSError as error:
             raise UserError(f"--trace {config.trace}: cannot be written: {error.strerror or error}") from None
     setup = Setup(
         model=name,
         layout=mesh.name,
         split=mesh.split,
-        gpu=machine.gpus[0].slug,
+        gpu=" and ".join(dict.fromkeys(gpu.slug for gpu in machine.gpus)),
         num_gpus=mesh.num_ranks,
         links=machine.link.slug if machine.link else "none",
         hosts=machine.num_hosts,
@@ -78,6 +73,17 @@ def run_simulation(config: SimulateConfig) -> tuple[Setup, Figures]:
         stage_kv_tokens=stage_tokens,
     )
     return setup, figures(engine, closed=config.workload.kind == "closed")
+
+
+def machine_of(config: MachineConfig, num_ranks: int) -> Machine:
+    """What so many ranks run on, by name or as measured. Raises UserError."""
+    if config.hardware is not None:
+        measured = read_hardware(Path(config.hardware))
+        return measured.machine(num_ranks, links=config.links, num_hosts=config.hosts, network=config.network)
+    assert config.gpu is not None
+    return build_machine(
+        catalogue(), config.gpu, num_ranks, links=config.links, num_hosts=config.hosts, network=config.network
+    )
 
 
 def _say(line: str) -> None:
@@ -119,21 +125,28 @@ def _fastest(
     splitter = Splitter(spec, mesh, machine, routing)
     steps = config.steps
     for num_tokens in (under_way * max(ask.input + ask.output for ask in asks), 2):
-        split = splitter.fastest(load, chunk=steps.chunk, num_rows=steps.max_running, num_tokens=num_tokens)
+        split = splitter.fastest(load, limits_of(steps), num_tokens)
         if split is not None:
             return replace(mesh, split=split)
     return mesh
 
 
+def limits_of(steps: StepsConfig) -> Limits:
+    """What the flags say of steps."""
+    return Limits(chunk=steps.chunk, max_running=steps.max_running, run_ahead=steps.run_ahead)
+
+
 def _kv_tokens(config: SimulateConfig, spec: ModelSpec, mesh: Mesh, machine: Machine) -> tuple[int, ...]:
     steps = config.steps
     if steps.kv_memory is None:
-        return kv_tokens(spec, mesh, machine, chunk=steps.chunk, num_rows=steps.max_running)
+        return kv_tokens(spec, mesh, machine, limits_of(steps))
     stages = [sum(kv_layer_bytes(spec, mesh.tp, index) for index in mesh.layers_of(stage)) for stage in range(mesh.pp)]
     return tuple(steps.kv_memory // each for each in stages)
 
 
-def _scheduler_config(config: SimulateConfig, mesh: Mesh, num_tokens: int, asks: list[Ask]) -> SchedulerConfig:
+def _scheduler_config(
+    config: SimulateConfig, spec: ModelSpec, mesh: Mesh, num_tokens: int, asks: list[Ask]
+) -> SchedulerConfig:
     steps = config.steps
     longest = max(ask.input + ask.output for ask in asks)
     num_pages = num_tokens // steps.page_size
@@ -148,6 +161,7 @@ def _scheduler_config(config: SimulateConfig, mesh: Mesh, num_tokens: int, asks:
         num_pages=min(num_pages, most),
         max_len=longest,
         run_ahead=steps.run_ahead,
+        curve=cost_curve(spec, "cuda", steps.chunk),
     )
 
 

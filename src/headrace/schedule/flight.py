@@ -25,11 +25,27 @@ class Flight:
         self.num_returning = 0
         """Jobs that are out with this plan and decode on after it: its size, to those who level microbatches."""
 
-    def add_pages(self, job: Job, pages: list[int]) -> None:
-        """Append pages to the job's table."""
-        for page in pages:
+    def tell_pages(self, job: Job) -> None:
+        """Append to the job's table what it has got since the workers last heard of it."""
+        for page in job.pages[job.num_told :]:
             self.pages += (job.slot, page)
-        job.pages += pages
+        job.num_told = len(job.pages)
+
+    def add_decodes(self, jobs: list[Job]) -> list[Job]:
+        """Compute the token that each job will have sampled by then, and sample the next; return whom that ends."""
+        rows, plan_id, closed = self.rows, self.plan_id, []
+        for job in jobs:
+            start = job.num_computed
+            rows += (job.slot, start, 1, 1)
+            job.num_computed = start + 1
+            job.num_tokens = end = start + 2
+            job.num_uncommitted += 1
+            job.sampled_in = plan_id
+            if end == job.limit:
+                closed.append(job)
+        self.sampled += jobs
+        self.num_returning += len(jobs) - len(closed)
+        return closed
 
     def add_row(self, job: Job, count: int) -> bool:
         """Compute the job's next `count` positions; say whether nothing of it is left to compute after them."""

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace.step import FinishReason, Register, SamplerSpec, SamplingParams, TokenLogprobs, pack
+from headrace.sampling import SamplingParams
+from headrace.step import FinishReason, Register, SamplerSpec, TokenLogprobs, pack
+
+if TYPE_CHECKING:
+    from headrace.schedule.prefix import Node
 
 TOKEN_BYTES = 4
+
+Rank = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -23,10 +30,19 @@ class Request:
     """Most tokens to generate; None: as many as fit. 0 computes the prompt and samples nothing."""
     sampler: SamplerSpec = field(default_factory=SamplerSpec)
     """Its stop_token_ids are all the ids that end the request, none of them before min_tokens."""
+    priority: int = 0
+    """Lower goes first, where the policy asks for it."""
 
     @classmethod
     def from_sampling(
-        cls, request_id: str, tokens: bytes, sampling: SamplingParams, *, eos_ids: Iterable[int], seed: int
+        cls,
+        request_id: str,
+        tokens: bytes,
+        sampling: SamplingParams,
+        *,
+        eos_ids: Iterable[int],
+        seed: int,
+        priority: int = 0,
     ) -> Request:
         """Resolve what a user asked: `eos_ids` are the model's, `seed` serves a request that brings none."""
         stop_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_ids)}
@@ -45,7 +61,7 @@ class Request:
             min_tokens=sampling.min_tokens,
             stop_token_ids=sorted(stop_ids),
         )
-        return cls(request_id, tokens, sampling.max_tokens, sampler)
+        return cls(request_id, tokens, sampling.max_tokens, sampler, priority)
 
     @property
     def num_prompt(self) -> int:
@@ -65,6 +81,8 @@ class Event(msgspec.Struct, frozen=True, gc=False):
     """All prompt positions but the first, with the first token (or with the end, where there is none)."""
     queued_s: float = 0.0
     """From submission to the first plan, in the first event only."""
+    num_cached: int = 0
+    """Prompt tokens that were found in the prefix cache, in the first event only."""
 
 
 class Job:
@@ -76,13 +94,15 @@ class Job:
     """
 
     __slots__ = (
-        "capacity", "done", "generated", "id", "limit", "max_tokens", "min_tokens", "num_computed", "num_prompt",
-        "num_tokens", "num_uncommitted", "pages", "prompt_logprobs", "queued_s", "request", "sampled_in", "slot",
-        "stop_ids", "submitted_at",
+        "capacity", "done", "generated", "id", "is_new", "limit", "max_tokens", "min_tokens", "node", "num_cached",
+        "num_computed", "num_entered", "num_prompt", "num_tokens", "num_told", "num_uncommitted", "pages",
+        "prompt_logprobs", "queued_s", "rank", "request", "sampled_in", "slot", "stop_ids", "submitted_at",
     )  # fmt: skip
 
-    def __init__(self, request: Request, limit: int, now: float) -> None:
+    def __init__(self, request: Request, limit: int, now: float, rank: Rank = (0, 0)) -> None:
         self.request = request
+        self.rank = rank
+        """Lower goes first."""
         self.id = request.id
         self.num_prompt = request.num_prompt
         self.limit = limit
@@ -99,6 +119,10 @@ class Job:
         """Rows in flight whose result changes the request: those that sample, and the last of one that never does."""
         self.prompt_logprobs: list[TokenLogprobs] | None = None if request.sampler.prompt_logprobs is None else []
         """Collected so far; None when not wanted or already delivered."""
+        self.is_new = True
+        """Not pre-empted yet: what it finds in the prefix cache is not its own."""
+        self.num_cached = 0
+        """Prompt tokens found there until then."""
         self.done = False
         self.vacate()
 
@@ -108,9 +132,29 @@ class Job:
         self.pages: list[int] = []
         self.capacity = 0
         """Positions its pages hold."""
+        self.num_told = 0
+        """Pages that the workers know of."""
+        self.node: Node | None = None
+        """Its place in the prefix cache."""
+        self.num_entered = 0
+        """Pages that are found there, or whose tokens are."""
         self.num_computed = 0
         self.sampled_in = -1
         """Plan of its last sampling row."""
+
+    @property
+    def num_known(self) -> int:
+        """Tokens whose values are known."""
+        return self.num_prompt + len(self.generated)
+
+    def page_tokens(self, index: int, size: int) -> bytes:
+        """The known tokens of its page `index`, packed."""
+        first, num_prompt = index * size, self.num_prompt
+        last = first + size
+        if first >= num_prompt:
+            return pack(self.generated[first - num_prompt : last - num_prompt])
+        tokens = self.request.tokens[first * TOKEN_BYTES : last * TOKEN_BYTES]
+        return tokens if last <= num_prompt else tokens + pack(self.generated[: last - num_prompt])
 
     def register(self, slot: int) -> Register:
         """Begin a life on a slot, with every token known so far."""

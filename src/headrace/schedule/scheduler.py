@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from dataclasses import dataclass
+from collections import deque
 from itertools import islice
 
-from headrace.errors import UserError
+from headrace.errors import QueueFull, UserError
 from headrace.schedule.balance import Balance, Level, unequal_quota
+from headrace.schedule.config import SchedulerConfig
 from headrace.schedule.flight import Flight
-from headrace.schedule.pages import PagePool
-from headrace.schedule.policy import decode_quota, prompt_budget, share_budget
+from headrace.schedule.order import Queue, rank_of
+from headrace.schedule.policy import decode_quota, prompt_counts
+from headrace.schedule.prefix import PrefixCache
 from headrace.schedule.request import Event, Job, Request
 from headrace.step import StepPlan, StepResult, unpack
 
 PROMPT_SHARE = 8
 """One in so many tokens of a plan is kept for prompts, where there are any."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulerConfig:
-    """The sizes that bound every plan."""
-
-    num_stages: int
-    max_running: int
-    """Requests admitted at once; slots are 0..max_running-1."""
-    chunk: int
-    """Most tokens of a plan."""
-    page_size: int
-    num_pages: int
-    max_len: int
-    """Longest request in tokens, prompt and output together."""
-    run_ahead: int = 0
-    """Plans issued at most beyond those that are live. 0: a decode row waits for the commit of the token before it."""
-    max_in_flight: int | None = None
-    """Plans issued and not committed at most; by default one a stage and `run_ahead` more."""
-    headroom: int = 32
-    """Tokens that each running request can grow by before an admission makes pages run out. Without any, an admitted
-    request is soon pre-empted again and most of what it computed is lost."""
 
 
 class Scheduler:
@@ -48,8 +27,8 @@ class Scheduler:
     very next plan, even while earlier plans that use it are in flight.
 
     A job is in `_waiting`, or in `_running` (there in `_prefilling`, in `_ready`, or out with a plan), or closed: its
-    last row is planned, it holds nothing, and only its results are due. Running jobs are always older than waiting
-    ones: admission takes the oldest, pre-emption the youngest.
+    last row is planned, it holds nothing, and only its results are due. Admission takes the first in rank, pre-emption
+    the last.
 
     A job is out with the plan that samples its next token until that plan returns: at its commit, or with `run_ahead`
     as soon as so many plans followed it as are live, for then its next row no longer keeps a stage waiting. Plans
@@ -61,20 +40,26 @@ class Scheduler:
         self._balance = balance or Level()
         self._max_in_flight = config.max_in_flight or config.num_stages + config.run_ahead
         self._ways = min(config.num_stages, self._max_in_flight)
-        self._pool = PagePool(config.num_pages, config.page_size)
+        self._prefix = PrefixCache(config.num_pages, config.page_size, enabled=config.prefix_cache)
+        self._pool = self._prefix.pool
         self._slots = list(range(config.max_running - 1, -1, -1))
         self._freed: list[int] = []
         self._jobs: dict[str, Job] = {}
-        self._waiting: OrderedDict[str, Job] = OrderedDict()
+        self._waiting = Queue()
         self._running: dict[Job, None] = {}
         self._prefilling: dict[Job, None] = {}
         self._ready: deque[Job] = deque()
         self._flights: deque[Flight] = deque()
+        self._num_submitted = 0
         self._next_plan_id = 0
         self._first_out = 0
         """The oldest plan that jobs are out with; all before it have returned."""
         self.num_preemptions = 0
         """Lives cut short to give their pages to an older request, since start."""
+        self.num_prefix_queries = 0
+        """Prompt tokens looked up in the prefix cache, since start."""
+        self.num_prefix_hits = 0
+        """Those of them that were there."""
 
     # --- what others see ----------------------------------------------------------------------------------------------
 
@@ -100,18 +85,23 @@ class Scheduler:
 
     @property
     def num_pages_used(self) -> int:
-        """Pages that requests own."""
+        """Pages that requests hold, each counted once."""
         return self._pool.num_used
 
     @property
     def num_pages_free(self) -> int:
-        """Pages that nobody owns."""
+        """Pages that no request holds, those that are cached included."""
         return self._pool.num_free
+
+    @property
+    def num_pages_cached(self) -> int:
+        """Free pages that are kept for what they hold."""
+        return self._pool.num_kept
 
     # --- events -------------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, now: float) -> None:
-        """Queue a request. Raises UserError, naming both numbers, for one that can never fit."""
+        """Queue a request. Raises UserError, naming both numbers, for one that can never fit, and QueueFull."""
         assert request.id not in self._jobs, f"request {request.id} is here already"
         num_prompt = request.num_prompt
         if not num_prompt:
@@ -122,9 +112,15 @@ class Scheduler:
             what = f"{num_prompt} tokens and one to generate" if wanted else f"{num_prompt} tokens"
             where = "max_len" if limit == self.config.max_len else "the KV cache, which holds"
             raise UserError(f"prompt: {what} do not fit in {where} {limit}")
-        job = Job(request, limit, now)
+        job = Job(request, limit, now, self.config.policy.rank(request, self._num_submitted))
+        self._waiting.add(job)
+        most = self.config.max_waiting
+        if most is not None and len(self._waiting) > most:
+            self._admit()  # who waits for nothing but the next plan does not count
+            if len(self._waiting) > most and self._waiting.remove(job):
+                raise QueueFull(f"{len(self._waiting)} requests wait already, and no more may (--max-waiting {most})")
+        self._num_submitted += 1
         self._jobs[job.id] = job
-        self._waiting[job.id] = job
 
     def abort(self, request_id: str) -> bool:
         """Forget a request: its pages are free at once, its late results are dropped. False if it is not here."""
@@ -134,8 +130,13 @@ class Scheduler:
         job.done = True
         if job in self._running:
             self._withdraw(job)
-        self._waiting.pop(request_id, None)
+        else:
+            self._waiting.remove(job)
         return True
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what is cached. Pages in use stay with their owners, who share them with nobody new."""
+        self._prefix.reset(self._running)
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan, or None when nothing can or should be planned before another event."""
@@ -149,7 +150,7 @@ class Scheduler:
                 return None
             if self._fits(picked):
                 return self._issue(num_decodes, picked, now)
-            self._preempt(next(reversed(self._running)))
+            self._preempt(max(self._running, key=rank_of))
 
     def commit(self, result: StepResult, now: float) -> list[Event]:
         """Take a plan's result, in plan order; what each request gained. `now` decides nothing here yet."""
@@ -165,7 +166,8 @@ class Scheduler:
             reason = job.take(token)
             logprobs = [result.logprobs[index]] if index in result.logprobs else []
             if len(job.generated) == 1:
-                event = Event(job.id, [token], reason, logprobs, job.deliver_prompt_logprobs(), job.queued_s)
+                prompt = job.deliver_prompt_logprobs()
+                event = Event(job.id, [token], reason, logprobs, prompt, job.queued_s, job.num_cached)
             else:
                 event = Event(job.id, [token], reason, logprobs)
             events.append(event)
@@ -173,7 +175,8 @@ class Scheduler:
                 self._finish(job)
         for job in flight.closing:
             if not job.done:
-                events.append(Event(job.id, [], "length", [], job.deliver_prompt_logprobs(), job.queued_s))
+                prompt = job.deliver_prompt_logprobs()
+                events.append(Event(job.id, [], "length", [], prompt, job.queued_s, job.num_cached))
                 self._finish(job)
         if flight.plan_id == self._first_out:
             self._return(flight)
@@ -183,20 +186,37 @@ class Scheduler:
     # --- making a plan ------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Let the oldest waiting requests in, as far as slots go and pages for all their tokens and one more."""
+        """Let the first in rank in, as far as slots go and pages for all their tokens and one more.
+
+        What of them is in the prefix cache they take at once: it counted as free, and may be shared.
+        """
         if not self._waiting:
             return
         room = self._pool.num_free - sum(self._pages_to_come(job) for job in self._prefilling)
         while self._waiting and len(self._running) < self.config.max_running:
-            job = next(iter(self._waiting.values()))
-            room -= self._pages_to_come(job)
-            if room < self._pool.pages_for(self.config.headroom * len(self._running)):
-                return
+            job = self._waiting.first
             if job.num_uncommitted:  # pre-empted, and its tokens in flight are not known yet
                 return
-            del self._waiting[job.id]
+            needed = self._pool.pages_for(self.config.headroom * len(self._running))
+            if self._running and self._waiting.is_put_off(room - needed, len(self._prefilling)):
+                return
+            num_free = self._pool.num_free
+            num_cached = self._prefix.begin(job)
+            left = room - (num_free - self._pool.num_free) - self._pages_to_come(job)
+            if left < needed:
+                self._waiting.put_off(room - needed, len(self._prefilling))
+                self._prefix.release(job)
+                job.vacate()
+                return
+            room = left
+            if job.is_new:
+                job.num_cached = num_cached
+            self._waiting.remove(job)
             self._running[job] = None
+            is_last = not self._prefilling or next(reversed(self._prefilling)).rank < job.rank
             self._prefilling[job] = None
+            if not is_last:
+                self._prefilling = dict.fromkeys(sorted(self._prefilling, key=rank_of))
 
     def _pages_to_come(self, job: Job) -> int:
         """Pages that a job still needs for its known tokens and the next."""
@@ -229,7 +249,7 @@ class Scheduler:
         return self._flights[plan_id - self._flights[0].plan_id]
 
     def _pick(self) -> tuple[int, list[tuple[Job, int]]]:
-        """Choose rows, as (job, count): first so many decode rows, then prompt chunks. Changes nothing."""
+        """Choose rows, as (job, count): first so many decode rows, then prompt chunks. Prompts take what is cached."""
         num_decoding, num_ready = len(self._running) - len(self._prefilling), len(self._ready)
         out = [flight.num_returning for flight in self._flights]
         targets = self._balance.sizes(num_decoding, self._ways) if num_ready else None
@@ -242,14 +262,18 @@ class Scheduler:
         num_decodes = min(num_decodes, self.config.chunk - kept)
         picked = [(job, 1) for job in islice(self._ready, num_decodes)]
         if self._prefilling:
-            remaining = [job.num_tokens - job.num_computed for job in self._prefilling]
-            budget = prompt_budget(sum(remaining), self.config.chunk - num_decodes)
-            counts = share_budget(budget, remaining)
+            for job in self._prefilling:
+                self._follow(job)
+            prompts = [(job.num_computed, job.num_tokens - job.num_computed) for job in self._prefilling]
+            room, num_decoding = self.config.chunk - num_decodes, len(self._running) - len(self._prefilling)
+            counts = prompt_counts(prompts, room, num_decoding, self._ways, self.config.curve)
             picked += [(job, count) for job, count in zip(self._prefilling, counts, strict=True) if count]
         return num_decodes, picked
 
     def _fits(self, picked: list[tuple[Job, int]]) -> bool:
         """Whether the free pages hold all picked rows."""
+        if self._pool.num_free >= self.config.chunk:  # no row needs more pages than it has tokens
+            return True
         needed = 0
         for job, count in picked:
             end = job.num_computed + count
@@ -263,20 +287,24 @@ class Scheduler:
         self._next_plan_id += 1
         free, self._freed = self._freed, []
         self._slots += free
-        for _ in range(num_decodes):
-            self._ready.popleft()
-        closed = []
-        for job, count in picked:
+        decodes = [self._ready.popleft() for _ in range(num_decodes)]
+        for job in decodes:
+            if job.num_computed == job.capacity:
+                self._grow(job, job.num_computed + 1, flight)
+        closed = flight.add_decodes(decodes)
+        for job, count in picked[num_decodes:]:
+            # Prompts before it in this plan may be alike: it goes on where they end. They hold what it takes, so the
+            # pages that were found to be free still are.
+            self._follow(job, only_held=True)
+            end = self._end_of(job, count)
             if job.slot < 0:
                 self._register(job, flight, now)
-            end = job.num_computed + count
-            if end > job.capacity:
-                flight.add_pages(job, self._pool.allocate(self._pool.pages_for(end) - len(job.pages)))
-                job.capacity = len(job.pages) * self._pool.page_size
-            if flight.add_row(job, count):
+            self._grow(job, end, flight)
+            if flight.add_row(job, end - job.num_computed):
                 closed.append(job)
-            elif self._prefilling and job.num_uncommitted:  # its last known token is planned
-                self._prefilling.pop(job, None)
+            self._prefix.enter(job)
+            if job.num_uncommitted:  # its last known token is planned
+                self._end_prompt(job)
         for job in closed:  # only now: nobody else in this plan may have their pages
             self._release(job)
         self._flights.append(flight)
@@ -288,26 +316,56 @@ class Scheduler:
         if job.queued_s < 0:
             job.queued_s = now - job.submitted_at
 
+    def _grow(self, job: Job, end: int, flight: Flight) -> None:
+        """Give the job pages up to position `end`, and tell the workers of all that it got."""
+        if end > job.capacity:
+            job.pages += self._pool.allocate(self._pool.pages_for(end) - len(job.pages))
+            job.capacity = len(job.pages) * self._pool.page_size
+        flight.tell_pages(job)
+
+    def _end_of(self, job: Job, count: int) -> int:
+        """Where a prompt's row of up to `count` tokens ends: with a page, so that others can take all of it."""
+        end = job.num_computed + count
+        if end >= job.num_tokens:
+            return job.num_tokens
+        whole = end // self._pool.page_size * self._pool.page_size
+        return whole if whole > job.num_computed and self.config.prefix_cache else end
+
+    def _follow(self, job: Job, *, only_held: bool = False) -> None:
+        """Let a prompt take what the prefix cache holds of it."""
+        num_cached = self._prefix.follow(job, only_held=only_held)
+        if job.is_new:
+            job.num_cached += num_cached
+
+    def _end_prompt(self, job: Job) -> None:
+        """The whole of a prompt is planned."""
+        del self._prefilling[job]
+        if job.is_new and self.config.prefix_cache and job.request.sampler.prompt_logprobs is None:
+            self.num_prefix_queries += job.num_prompt
+            self.num_prefix_hits += job.num_cached
+
     # --- leaving ------------------------------------------------------------------------------------------------------
 
     def _preempt(self, job: Job) -> None:
-        """Send the youngest running job back to wait, ahead of all who wait; it comes again with all its tokens.
+        """Send a running job, the last in rank, back to wait; it comes again with all its tokens.
 
         Its pages are free at once, as after an abort. Tokens of it in flight are not lost: their commits reach the
         waiting job, which is admitted no earlier.
         """
-        self.num_preemptions += job.slot >= 0
+        if job.slot >= 0:
+            self.num_preemptions += 1
+            job.is_new = False
         self._withdraw(job)
-        self._waiting[job.id] = job
-        self._waiting.move_to_end(job.id, last=False)
+        self._waiting.add(job)
 
     def _finish(self, job: Job) -> None:
         """End a job whose last token has come, wherever it is; rows in flight past that token count for nothing."""
         job.done = True
         del self._jobs[job.id]
-        self._waiting.pop(job.id, None)
         if job in self._running:
             self._withdraw(job)
+        else:
+            self._waiting.remove(job)
 
     def _withdraw(self, job: Job) -> None:
         """Stop a running job before its time."""
@@ -321,7 +379,7 @@ class Scheduler:
         """Take slot and pages from a job that is in no queue but the running ones."""
         del self._running[job]
         self._prefilling.pop(job, None)
-        self._pool.free(job.pages)
+        self._prefix.release(job)
         if job.slot >= 0:
             self._freed.append(job.slot)
         job.vacate()

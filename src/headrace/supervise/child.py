@@ -56,6 +56,13 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     fields: dict[str, Any] = {}
 
 
+class Measured(msgspec.Struct, frozen=True, tag="measured"):
+    """Child to `headrace probe`: a value, as soon as it is known; `fields` as the measurement's module says."""
+
+    who: str
+    fields: dict[str, Any] = {}
+
+
 class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
     """Child to supervisor, once a second: I run."""
 
@@ -74,7 +81,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
     """Our own function that the main thread is in."""
 
 
-Report = Progress | Ready | Ended | Failed | Beat
+Report = Progress | Ready | Ended | Measured | Failed | Beat
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)

@@ -82,7 +82,8 @@ def root_cause(seen: Iterable[Failed | Exited]) -> Failure:
     ordered = list(seen)
     causes = [event for event in ordered if not _is_echo(event, ordered)]
     assert causes, "no failure to explain"
-    cause = min(causes, key=lambda event: (_kind(event), _time(event)))
+    # The name decides between equals: an order of arrival says nothing.
+    cause = min(causes, key=lambda event: (_kind(event), _time(event), event.who))
     if isinstance(cause, Failed):
         return Failure(cause.who, cause.message, cause.user_error)
     return Failure(cause.who, describe_exit(cause.returncode, for_memory=cause.for_memory), False)

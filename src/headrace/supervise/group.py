@@ -202,6 +202,8 @@ class ProcessGroup:
             log.log(level, "killed after %.1f s without an end: %s", grace_s, ", ".join(self.pids))
         self.kill()
         events += self._await_end(self._children, time.monotonic() + KILLED_S)
+        # Who ended between two looks may have said something last.
+        events += self.wait(0.0)
         if self.pids:
             log.error("do not end though killed: %s", ", ".join(f"{who} (pid {pid})" for who, pid in self.pids.items()))
         self.logs.finish(LOGS_S)

@@ -45,31 +45,34 @@ def engine_commands(
     transport: Literal["ipc", "tcp"] = "ipc",
     env: Mapping[str, str] | None = None,
     devices: Sequence[str] = (),
+    on_terminal: bool = False,
 ) -> list[Command]:
     """The processes of one engine whose configuration lies in `directory`, in the order in which they start.
 
     `env` is added to every process's environment. Workers get an even share of the cores each, unless the environment
-    already says `OMP_NUM_THREADS`. `devices` names each rank's, where it has one.
+    already says `OMP_NUM_THREADS`. `devices` names each rank's, where it has one. With `on_terminal` they are
+    told that what they write ends up on one: their own standard error is a pipe.
     """
     shared = dict(env or {})
     place = ("--dir", str(directory))
     join = join_url(directory, transport, "workers")
     commands = [
-        Command(who="engine", argv=(*_python("headrace.engine"), *place), env=shared | _threads(1), stop_order=1),
+        Command(who="engine", argv=(*python_module("headrace.engine"), *place), env=shared | _threads(1), stop_order=1),
     ]
-    threads = _threads(max(1, num_cores() // mesh.num_ranks)) | _yielding() | _queues()
+    place_of_rank = (*place, "--on-terminal") if on_terminal else place
+    ranks_env = shared | rank_environment(mesh.num_ranks)
     commands += [
         Command(
             who=worker_name(mesh, rank),
-            argv=(*_python("headrace.worker"), "--join", join, "--rank", str(rank), *place),
-            env=shared | threads,
+            argv=(*python_module("headrace.worker"), "--join", join, "--rank", str(rank), *place_of_rank),
+            env=ranks_env,
             stop_order=2,
             device=devices[rank] if devices else "",
         )
         for rank in range(mesh.num_ranks)
     ]
     if http:
-        commands.append(Command(who="http", argv=(*_python("headrace.api"), *place), env=shared | _threads(1)))
+        commands.append(Command(who="http", argv=(*python_module("headrace.api"), *place), env=shared | _threads(1)))
     return commands
 
 
@@ -87,6 +90,17 @@ def _cpu_quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> int | None:
         return None if limit == "max" else max(1, int(limit) // int(period))
     except (OSError, ValueError):
         return None
+
+
+def python_module(module: str) -> tuple[str, ...]:
+    """The command that runs a module as this interpreter would."""
+    # -P: a file of the current folder must not stand in for a library.
+    return (sys.executable, "-P", "-m", module)
+
+
+def rank_environment(num_ranks: int) -> dict[str, str]:
+    """What a process that computes runs under, where so many do: nothing that the environment says already."""
+    return _threads(max(1, num_cores() // num_ranks)) | _yielding() | _queues()
 
 
 def _threads(count: int) -> dict[str, str]:
@@ -111,8 +125,3 @@ def _queues() -> dict[str, str]:
     """
     wanted = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_GRAPH_REGISTER": "0"}
     return {name: value for name, value in wanted.items() if name not in os.environ}
-
-
-def _python(module: str) -> tuple[str, ...]:
-    # -P: a file of the current folder must not stand in for a library.
-    return (sys.executable, "-P", "-m", module)

@@ -12,6 +12,8 @@ from headrace.errors import UserError
 from headrace.mesh import Mesh, build_mesh
 from headrace.spec import ModelSpec
 from headrace.supervise.devices import gpu_of, num_gpus, resolve_device, resolve_dtype
+from headrace.supervise.forecast import Forecast, choose, foresee, split_for
+from headrace.supervise.here import look
 from headrace.telemetry.trace import check_path
 from headrace.weights.headers import open_headers
 from headrace.weights.source import read_spec, resolve
@@ -32,6 +34,8 @@ class Prepared:
     """Resolved: the model is a path, the split is there, device, dtype, chunk and served name are set."""
     spec: ModelSpec
     mesh: Mesh
+    forecast: Forecast | None
+    """None where the driver does not say what GPUs there are."""
 
     @property
     def name(self) -> str:
@@ -49,8 +53,10 @@ def prepare(config: ServeConfig, *, say: Callable[[str], None]) -> Prepared:
         check_path(Path(config.engine.run.trace))
     source = resolve(config.engine.model.model, say=say)
     spec = read_spec(source)
-    mesh = build_mesh(config.engine.layout, spec)
-    device = resolve_device(config.engine.model.device, mesh.num_ranks)
+    layout = config.engine.layout
+    # What is wrong with a layout that is given is said before anything of the machine.
+    num_ranks = 1 if layout.layout == "auto" else build_mesh(layout, spec).num_ranks
+    device = resolve_device(config.engine.model.device, num_ranks)
     _check_length(config.engine, spec)
     # A missing or truncated file ends here, before anything is started. Names and shapes are checked by every worker
     # before it reads a byte: their table lies with the models, which need torch.
@@ -67,14 +73,21 @@ def prepare(config: ServeConfig, *, say: Callable[[str], None]) -> Prepared:
     chunk = config.engine.schedule.chunk or (GPU_CHUNK if attention == "triton" else CPU_CHUNK)
     if device == "cuda":
         _check_groups(spec)
+    here = look()
     engine = replace(
         config.engine,
         model=replace(config.engine.model, model=str(source.path), device=device, dtype=dtype, attention=attention),
-        layout=replace(config.engine.layout, split=mesh.split),
         schedule=replace(config.engine.schedule, chunk=chunk, run_ahead=ahead),
     )
+    if layout.layout == "auto":
+        layout = choose(spec, engine, device, here)
+    mesh = build_mesh(layout, spec)
+    if layout.split is None and device == "cuda":
+        mesh = replace(mesh, split=split_for(spec, mesh, engine, here))
+    forecast = foresee(spec, mesh, engine, device, here)
+    engine = replace(engine, layout=replace(layout, split=mesh.split))
     http = replace(config.http, served_name=config.http.served_name or source.name)
-    return Prepared(config=replace(config, engine=engine, http=http), spec=spec, mesh=mesh)
+    return Prepared(config=replace(config, engine=engine, http=http), spec=spec, mesh=mesh, forecast=forecast)
 
 
 def devices_of(prepared: Prepared) -> list[str]:

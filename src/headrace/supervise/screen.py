@@ -23,6 +23,8 @@ PARTS = {
 
 LINE_PERIOD_S = 5.0
 """Where there is no terminal to update a line on, a new line this often."""
+RATE_FROM_S = 0.2
+"""What is read in less time says little about a rate."""
 
 
 class Tally:
@@ -55,6 +57,8 @@ class Screen:
         self._clock = clock
         self._tty = stream.isatty()
         self._tally = Tally()
+        self._began: dict[str, tuple[float, int]] = {}
+        """When each kind of work was first heard of, and how much of it was done by then."""
         self._shown_text = ""
         self._shown_s = 0.0
         self._last = ""
@@ -75,16 +79,25 @@ class Screen:
     def progress(self, event: Progress) -> None:
         """Take in one process's progress and show the sum over those that do the same work."""
         done, total = self._tally.take(event)
-        text = self._tally.text(event.text)
+        now = self._clock()
+        began_s, before = self._began.setdefault(event.text, (now, done))
+        text = progress_text(event.text, done, total, (done - before, now - began_s))
         if self._tty:
             self._write(f"\r\x1b[K{text}")
             self._open_line = True
             return
-        now = self._clock()
         due = event.text != self._shown_text or done >= total or now - self._shown_s >= LINE_PERIOD_S
         if due and text != self._last:
             self._shown_text, self._shown_s, self._last = event.text, now, text
             self.line(text)
+
+
+def progress_text(what: str, done: int, total: int, moved: tuple[int, float]) -> str:
+    """`loading weights: 75% (150 MB of 200 MB, 1.2 GB/s)`; `moved` is the rate as bytes and seconds."""
+    share = 100 * done // total if total else 100
+    num_bytes, seconds = moved
+    rate = f", {amount(round(num_bytes / seconds))}/s" if num_bytes and seconds >= RATE_FROM_S else ""
+    return f"{what}: {share}% ({amount(done)} of {amount(total)}{rate})"
 
 
 def amount(count: int) -> str:

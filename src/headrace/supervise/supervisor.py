@@ -13,6 +13,7 @@ from typing import Any
 from headrace.config import ServeConfig
 from headrace.errors import UserError
 from headrace.supervise.diagnostics import Evidence, diagnostics_root, save
+from headrace.supervise.forecast import compare, remember
 from headrace.supervise.group import ProcessGroup
 from headrace.supervise.launch import engine_commands
 from headrace.supervise.life import Life
@@ -48,7 +49,12 @@ def serve(config: ServeConfig) -> int:
                 write_config(private.path, prepared.config)
                 transport = prepared.config.engine.run.transport
                 commands = engine_commands(
-                    private.path, prepared.mesh, http=True, transport=transport, devices=devices_of(prepared)
+                    private.path,
+                    prepared.mesh,
+                    http=True,
+                    transport=transport,
+                    devices=devices_of(prepared),
+                    on_terminal=sys.stderr.isatty(),
                 )
                 return Watch(
                     commands=commands,
@@ -86,6 +92,10 @@ def _announce(prepared: Prepared, screen: Screen) -> OnReady:
         )
         for line in lines:
             screen.line(line)
+        if prepared.forecast is not None:
+            start, line = compare(prepared.forecast, prepared.name, engine)
+            screen.line(line)
+            remember(start)
         if config.json_ready:
             text = ready_json(url=url, pid=os.getpid(), mesh=prepared.mesh, fields=engine, ready_s=ready_s)
             # Whoever asked may have gone; the service goes on.

@@ -37,7 +37,7 @@ class Metrics:
         self._model = model_name
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_StatusCollector(model_name, status, ready))
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens computed.")
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens, cached ones included.")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to the first token.", _TTFT_BUCKETS_S)
         self._itl = self._histogram("inter_token_latency_seconds", "Between a request's outputs.", _TOKEN_BUCKETS_S)
@@ -127,6 +127,7 @@ class _StatusCollector(Collector):
             ("num_requests_running", "Requests that hold KV pages.", status.num_running),
             ("num_requests_waiting", "Requests that wait for their first step.", status.num_waiting),
             ("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", status.kv_usage),
+            ("kv_cache_cached_perc", "Share of KV pages kept for what they hold, 0 to 1.", status.kv_cached),
             ("kv_cache_tokens", "Capacity of the KV cache in tokens.", status.kv_tokens),
             ("ready", "1 while requests are served.", int(self._ready())),
         )
@@ -136,6 +137,8 @@ class _StatusCollector(Collector):
             yield gauge
         counters = (
             ("num_preemptions", "Requests put back in the queue for want of KV pages.", float(status.num_preemptions)),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", float(status.prefix_queries)),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", float(status.prefix_hits)),
             ("engine_host_seconds", "Time the engine spent on scheduling and messages.", status.host_s),
         )
         for name, text, value in counters:

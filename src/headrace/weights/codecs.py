@@ -46,6 +46,8 @@ class RowCodec:
     """A multiple of `unit`: most rows to decode in one call, so that what it allocates stays small."""
     decode: Callable[[torch.Tensor, int], torch.Tensor]
     """(bytes, number of rows) → tensor; it may share the bytes' memory."""
+    verbatim: bool
+    """Whether what `decode` gives lies in memory as it does in the file."""
 
 
 def codec_for(header: TensorHeader, source: ModelSource, spec: ModelSpec) -> RowCodec:
@@ -58,12 +60,12 @@ def codec_for(header: TensorHeader, source: ModelSource, spec: ModelSpec) -> Row
     if heads is not None and shape[0] != heads * unit:
         raise CheckpointError(f"tensor {header.name}: {shape[0]} rows do not divide into {heads} heads")
     if dtype is not None:
-        return RowCodec(dtype, row_bytes, unit, max(1, shape[0]), _plain(dtype, shape[1:], unit))
+        return RowCodec(dtype, row_bytes, unit, max(1, shape[0]), _plain(dtype, shape[1:], unit), unit == 1)
     if source.kind != "gguf" or not _can_dequantise(header.dtype):
         raise CheckpointError(f"tensor {header.name} is stored as {header.dtype}, which is not supported")
     per_unit = unit * int(np.prod(shape[1:]))
     at_once = max(1, _DEQUANTISED_VALUES // max(1, per_unit)) * unit
-    return RowCodec(torch.float32, row_bytes, unit, at_once, _dequantising(header.dtype, shape[1:], unit))
+    return RowCodec(torch.float32, row_bytes, unit, at_once, _dequantising(header.dtype, shape[1:], unit), False)
 
 
 def _plain(dtype: torch.dtype, rest: tuple[int, ...], unit: int) -> Callable[[torch.Tensor, int], torch.Tensor]:

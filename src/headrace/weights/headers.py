@@ -39,6 +39,11 @@ class TensorHeader(msgspec.Struct, frozen=True, gc=False):
     """Of its first byte, from the start of the file."""
     num_bytes: int
 
+    @property
+    def num_values(self) -> int:
+        """The product of its dims."""
+        return math.prod(self.shape)
+
 
 @dataclass(frozen=True)
 class Headers:
@@ -55,11 +60,17 @@ def open_headers(source: ModelSource) -> Headers:
     """
     if source.kind == "gguf":
         return Headers(_gguf_headers(source.path))
-    folder = source.path
+    try:
+        return Headers(_folder_headers(source.path))
+    except PermissionError as error:
+        raise CheckpointError(f"{error.filename}: cannot be read: {error.strerror}") from None
+
+
+def _folder_headers(folder: Path) -> Mapping[str, TensorHeader]:
     if (folder / _SINGLE).is_file():
-        return Headers(_file_headers(folder / _SINGLE))
+        return _file_headers(folder / _SINGLE)
     if (folder / _INDEX).is_file():
-        return Headers(_sharded_headers(folder))
+        return _sharded_headers(folder)
     pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
     if pickles:
         raise CheckpointError(
@@ -133,10 +144,23 @@ def _file_headers(path: Path) -> dict[str, TensorHeader]:
         raise CheckpointError(f"{path}: the safetensors header is broken: {error}") from None
     entries.pop("__metadata__", None)
     start = 8 + length
-    needed = start + max((entry.data_offsets[1] for entry in entries.values()), default=0)
-    if needed > size:
-        raise CheckpointError(f"{path}: truncated: its header needs {needed} bytes, the file has {size}")
-    return {name: _header(name, entry, path, start) for name, entry in entries.items()}
+    headers = {name: _header(name, entry, path, start) for name, entry in entries.items()}
+    _check_layout(headers.values(), path, start, size)
+    return headers
+
+
+def _check_layout(headers: Iterable[TensorHeader], path: Path, start: int, size: int) -> None:
+    """The format leaves no room: each byte after the header belongs to one tensor."""
+    end = start
+    for offset, num_bytes, name in sorted((header.offset, header.num_bytes, header.name) for header in headers):
+        if offset != end:
+            what = "overlaps the one before it" if offset < end else f"leaves bytes {end} to {offset} to nobody"
+            raise CheckpointError(f"{path}: the header is broken: tensor {name} {what}")
+        end += num_bytes
+    if end > size:
+        raise CheckpointError(f"{path}: truncated: its header needs {end} bytes, the file has {size}")
+    if end < size:
+        raise CheckpointError(f"{path}: its header accounts for {end} bytes, the file has {size}")
 
 
 def _header(name: str, entry: _Entry, path: Path, start: int) -> TensorHeader:

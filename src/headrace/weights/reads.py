@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,8 @@ BLOCK_BYTES = 8 << 20
 """Bytes of one read: drives reach their speed at this size, and a few such buffers are all that loading holds."""
 GAP_BYTES = 4096
 """Ranges this close are read as one: the system would read the page between them anyway."""
+_MOST_VIEWS = 1024
+"""Places that one read may fill: the system's IOV_MAX."""
 
 
 @dataclass(frozen=True)
@@ -101,15 +104,24 @@ def _in_file_order(wants: Iterable[Want]) -> Iterator[tuple[Want, range]]:
     yield from runs
 
 
-def read_into(file: Path, offset: int, view: memoryview) -> int:
-    """Fill `view` from `offset` on; the count of bytes read, less than asked only at the end of the file."""
+def read_into(file: Path, offset: int, views: Sequence[memoryview]) -> int:
+    """Fill `views` one after the other from `offset` on; bytes read, less than they hold only at the end of the file.
+
+    The bytes go straight into the caller's memory. Safe on several threads at once. Raises OSError.
+    """
+    left = [view for view in views if len(view)]
     done = 0
-    # Unbuffered: the bytes go straight into the caller's memory, as pread would have it, on every system.
     with file.open("rb", buffering=0) as handle:
-        handle.seek(offset)
-        while done < len(view):
-            count = handle.readinto(view[done:])
+        if hasattr(os, "posix_fadvise"):
+            # What is asked for and no more: reading ahead would fetch what another rank, or nobody, wants.
+            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        while left:
+            count = os.preadv(handle.fileno(), left[:_MOST_VIEWS], offset + done)
             if not count:
                 break
             done += count
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
     return done

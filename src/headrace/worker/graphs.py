@@ -23,15 +23,8 @@ from headrace.worker.mirror import Mirror
 from headrace.worker.steps import DeviceState, Outcome, Steps
 from headrace.worker.transfer import stage
 
-LADDER = (1, 2, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 NUM_INPUTS = 5
 """Rows of a graph's inputs: positions, cache slots, whose tokens; page-table rows and starts, of 32 bits."""
-
-
-def ladder(most: int) -> tuple[int, ...]:
-    """Sizes to capture for plans of up to `most` rows: the last holds them all, up to the ladder's end."""
-    most = min(most, LADDER[-1])
-    return LADDER[: bisect_left(LADDER, most) + 1]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,10 +29,13 @@ from headrace.step import (
     WorkerStats,
 )
 from headrace.supervise.beat import Pulse
+from headrace.worker.load_log import LoadLog
 from headrace.worker.prepare import kv_memory, prepare
 from headrace.worker.profile import Profile
 from headrace.worker.runner import Runner
 from headrace.worker.stage import bring_up
+
+log = logging.getLogger(__name__)
 
 STATS_PERIOD_S = 0.5
 IDLE_MS = 1000
@@ -57,7 +61,16 @@ def enough_memory(otherwise: str) -> Iterator[None]:
 class Worker:
     """One rank. `run` returns when the engine says stop, or after `stop` was called."""
 
-    def __init__(self, socket: zmq.Socket[bytes], rank: int, pid: int, trace_folder: Path, pulse: Pulse) -> None:
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        rank: int,
+        pid: int,
+        trace_folder: Path,
+        pulse: Pulse,
+        *,
+        on_terminal: bool = False,
+    ) -> None:
         self._socket, self._rank, self._pid, self._trace_folder = socket, rank, pid, trace_folder
         self._pulse = pulse
         self._encode = msgspec.msgpack.Encoder().encode
@@ -65,6 +78,8 @@ class Worker:
         self._stopped = False
         self._next_stats_s = 0.0
         self._next_progress_s = 0.0
+        # On a terminal the supervisor has one line for all ranks, which must stay whole.
+        self._load_log = LoadLog(log.debug if on_terminal else log.info)
         self._told: WorkerStats | None = None
 
     def stop(self) -> None:
@@ -147,6 +162,7 @@ class Worker:
 
     def _progress(self, done: int, total: int) -> None:
         self._pulse.say("loading weights" if done < total else "preparing weights")
+        self._load_log.progress(done, total)
         now = time.monotonic()
         if done >= total or now >= self._next_progress_s:
             self._next_progress_s = now + PROGRESS_PERIOD_S

@@ -12,29 +12,24 @@ import torch
 import torch.distributed as dist
 
 from headrace.errors import UserError
+from headrace.plan.reserve import EXPAND_MOST, GRAPH_BYTES, LOGIT_COPIES, MARGIN, ladder, plans_in_window
 from headrace.supervise.devices import ranks_per_gpu
 from headrace.telemetry.trace import Trace
 from headrace.worker.batch import Rows
 from headrace.worker.cache import KVCache
 from headrace.worker.edge import DeviceEdge
-from headrace.worker.graphs import GraphSteps, ladder
+from headrace.worker.graphs import GraphSteps
 from headrace.worker.mirror import Mirror
 from headrace.worker.runner import Runner
 from headrace.worker.stage import Stage, free_host_memory
-from headrace.worker.steps import EXPAND_MOST, DeviceState, EagerSteps
+from headrace.worker.steps import DeviceState, EagerSteps
 
 log = logging.getLogger(__name__)
 
 LOAD_TIMEOUT = timedelta(hours=1)
 """Ranks read from disks of their own: how far apart they may have loaded. The message names who is missing."""
-MARGIN = 0.02
-"""Share of a GPU's memory left alone: fragments, and what the driver and the libraries take later."""
-LOGIT_COPIES = 4
-"""float32 copies of a step's logits that sampling may hold at once."""
 SMALL_SHARE = 0.5
 """Share of the memory that weights leave, under which a KV cache is small enough to say why."""
-GRAPH_BYTES = 16 << 20
-"""What the driver keeps for one more graph of a stage, beside the memory that all graphs share."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +80,7 @@ def kv_memory(stage: Stage) -> int:
     # What is sent or received stays in memory while its plan is in the window; what comes by copy has its ring.
     assert config.schedule.run_ahead is not None
     held = int(isinstance(stage.comm.previous, DeviceEdge)) + int(stage.comm.next is not None)
-    plans = held * (stage.mesh.pp + config.schedule.run_ahead)
+    plans = held * plans_in_window(stage.mesh.pp, config.schedule.run_ahead)
     working += plans * config.schedule.chunk * stage.spec.hidden * stage.dtype.itemsize
     logits = 0
     if stage.model.head is not None:
@@ -134,7 +129,7 @@ def prepare(stage: Stage, num_pages: int, max_len: int, trace_folder: Path) -> P
         state=parts.state,
         steps=parts.graphs or parts.eager,
         max_running=config.schedule.max_running,
-        window=mesh.pp + config.schedule.run_ahead,
+        window=plans_in_window(mesh.pp, config.schedule.run_ahead),
         dtype=stage.dtype,
         device=stage.device,
         timeout_s=config.run.timeout_s,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,19 +17,18 @@ from headrace.layers.build import Build
 from headrace.layers.decoder import Decoder
 from headrace.mesh import Mesh, build_mesh
 from headrace.models.registry import build_model, rules_of
+from headrace.plan.reserve import KV_MOST, KV_SHARE, plans_in_window
 from headrace.spec import ModelSpec
 from headrace.supervise.devices import gpu_of, ranks_per_gpu
 from headrace.weights.checkpoint import Checkpoint, load
 from headrace.weights.fill import fill_random
-from headrace.weights.rules import bind
+from headrace.weights.rules import bind, layer_of
 from headrace.weights.source import read_spec, resolve
 from headrace.worker.cache import page_bytes
 from headrace.worker.comm import Comm, Devices, connect
 
 OLDEST = (8, 0)
 """Compute capability from which on GPUs have bfloat16 and asynchronous copies."""
-KV_SHARE, KV_MOST = 0.25, 4 << 30
-"""On a CPU the KV cache gets a quarter of the memory that is free, shared by the host's ranks, and 4 GiB at most."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,9 @@ def bring_up(config: EngineConfig, rank: int, store: str, progress: Callable[[in
     dtype = getattr(torch, config.model.dtype)
     assert config.schedule.run_ahead is not None
     devices = None if device.type == "cpu" else _devices(config, mesh, spec, dtype)
-    comm = connect(mesh, rank, store, config.run.timeout_s, mesh.pp + config.schedule.run_ahead, devices)
+    comm = connect(
+        mesh, rank, store, config.run.timeout_s, plans_in_window(mesh.pp, config.schedule.run_ahead), devices
+    )
     started = time.monotonic()
     drawn = config.model.routing == "uniform"
     counter = torch.zeros(1, dtype=torch.int64, device=device) if drawn else None
@@ -86,12 +88,11 @@ def bring_up(config: EngineConfig, rank: int, store: str, progress: Callable[[in
         reserve=comm.held_multiprocessors,
     )
     model = build_model(build)
+    loaded_bytes = weight_bytes(model)
     if config.model.weights == "random":
         fill_random(model, rules_of(spec), spec, config.model.seed, progress)
     else:
-        checkpoint = Checkpoint(source, spec)
-        load(checkpoint, bind(model, rules_of(spec), spec, checkpoint.tensors), progress)
-    loaded_bytes = weight_bytes(model)
+        load_model(model, Checkpoint(source, spec), progress)
     model.finalise()
     stage = mesh.stage_of(rank)
     return Stage(
@@ -108,6 +109,23 @@ def bring_up(config: EngineConfig, rank: int, store: str, progress: Callable[[in
         page_bytes=page_bytes(spec, mesh, stage, config.schedule.page_size, config.model.dtype),
         load_s=time.monotonic() - started,
     )
+
+
+def load_model(model: Decoder, checkpoint: Checkpoint, progress: Callable[[int, int], None] | None = None) -> None:
+    """Fill a rank's modules, and finalise each layer when its last tensor is there: repacking overlaps reading.
+
+    What is in no layer is left to `model.finalise`. Raises CheckpointError.
+    """
+    slots = bind(model, rules_of(checkpoint.spec), checkpoint.spec, checkpoint.tensors)
+    pending = Counter(layer_of(name) for name in slots)
+
+    def finished(name: str) -> None:
+        layer = layer_of(name)
+        pending[layer] -= 1
+        if layer is not None and not pending[layer]:
+            model.finalise_layer(layer)
+
+    load(checkpoint, slots, progress, finished)
 
 
 def weight_bytes(model: nn.Module) -> int:

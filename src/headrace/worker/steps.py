@@ -15,15 +15,11 @@ from headrace.kernels.attention import Expansion
 from headrace.kernels.paged import PagedAttention
 from headrace.layers.batch import Batch
 from headrace.layers.decoder import Decoder
+from headrace.plan.reserve import EXPAND_MOST, EXPAND_PAIRS
 from headrace.worker.batch import Rows, gather_tokens, make_batch
 from headrace.worker.cache import KVCache
 from headrace.worker.mirror import Mirror
 from headrace.worker.transfer import upload
-
-EXPAND_MOST = 32768
-"""Positions whose keys and values are held at once for one layer: 1 GiB with 64 heads of 128 and 128 dims."""
-EXPAND_PAIRS = 256
-"""Pairs of a query and a position for each position from which on it pays; half of that would be even."""
 
 
 @dataclass(frozen=True)

@@ -151,8 +151,7 @@ def test_two_services_live_and_end_each_in_its_way(
         for stage, line in enumerate(err[-3:-1]):
             assert re.fullmatch(rf"  stage {stage}: {shares}", line)
         assert err[-1].startswith("trace of ")
-    assert first.all_gone()
-    assert second.all_gone()
+    assert first.all_gone() and second.all_gone()
     for trace in traces:
         events = read(trace)
         assert list(track_names(events).values()) == ["stage 0 (rank 0)", "stage 1 (rank 1)"]

@@ -16,7 +16,7 @@ FIRST, SECOND = "worker rank 0 (stage 0)", "worker rank 1 (stage 1)"
 class Room:
     """A watch over an engine and two stages, second by second; tests change what the processes say."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits = LIMITS) -> None:
         self.now = 100.0
         self.beats: dict[str, Beat | None] = {
             "engine": Beat("engine", turns=0),
@@ -24,7 +24,7 @@ class Room:
             SECOND: Beat(SECOND),
         }
         self.signs = dict.fromkeys(self.beats, Sign())
-        self.vitals = Vitals(self.beats, LIMITS, lambda: self.now)
+        self.vitals = Vitals(self.beats, limits, lambda: self.now)
         self.turning = {"engine"}
 
     def say(self, who: str, **fields: object) -> None:

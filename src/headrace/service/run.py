@@ -15,6 +15,7 @@ from pathlib import Path
 from headrace.errors import Fault, UserError
 from headrace.service.config import ServiceConfig
 from headrace.service.unit import MARK, URL_KEY, Unit, local_url, secrets_text, unit_text
+from headrace.supervise.vitals import limits_of
 from headrace.wait.config import WaitConfig
 from headrace.wait.run import wait
 
@@ -126,6 +127,7 @@ def _unit_of(config: ServiceConfig, place: Place, serve_flags: Sequence[str]) ->
         user=place.user,
         version=systemd_version(),
         drain_s=config.serve.http.drain_timeout_s,
+        limits=limits_of(config.serve.engine.run),
     )
 
 

@@ -166,19 +166,14 @@ class Vitals:
         return min(busy, key=order, default=None)
 
     def silent(self) -> list[str]:
-        """Names of those that are stopped, or have not been heard for a while, or whose work does not get on."""
-        now = self._clock()
-        names = [
-            who
-            for who, one in self._all.items()
-            if one.stopped_s is not None or (one.beat is not None and now - one.heard_s >= SUSPECT_S)
-        ]
+        """Names of those that are stopped, have not been heard for a while, or do not get on though they should.
+
+        Sooner than `check` gives up: what it names may still come back.
+        """
+        now, late_s = self._clock(), self._limits.stall_s / 2
+        names = [who for who, one in self._all.items() if _is_quiet(one, now, late_s)]
         who = self._slowest()
-        if (
-            who is not None
-            and who not in names
-            and now - max(self._moved_s, self._worked_s) >= self._limits.stall_s / 2
-        ):
+        if who is not None and who not in names and now - max(self._moved_s, self._worked_s) >= late_s:
             names.append(who)
         return names
 
@@ -203,6 +198,13 @@ class Vitals:
     def beats(self) -> dict[str, Beat | None]:
         """The last beat of everyone, for the record."""
         return {who: one.beat for who, one in self._all.items()}
+
+
+def _is_quiet(one: _One, now: float, late_s: float) -> bool:
+    """Whether a process does not run, or its main loop has not turned for `late_s`."""
+    if one.stopped_s is not None or one.beat is None:
+        return one.stopped_s is not None
+    return now - one.heard_s >= SUSPECT_S or (one.beat.turns >= 0 and now - one.turned_s >= late_s)
 
 
 def _is_in_hand(beat: Beat) -> bool:

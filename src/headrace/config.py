@@ -131,8 +131,10 @@ class RunConfig:
 
     transport: Literal["ipc", "tcp"] = "ipc"
     """How engine and workers are joined: sockets in a private directory, or encrypted TCP."""
-    timeout_s: float = 60.0
-    """Deadline of every wait between ranks, in seconds."""
+    timeout_s: float = 600.0
+    """Deadline of every wait between ranks, in seconds: the longest that one step may compute."""
+    stall_timeout_s: float = 60.0
+    """With work in hand and nobody at it, nothing done for so many seconds ends the service."""
     edges: Literal["auto", "nccl"] = "auto"
     """How stages on GPUs are joined; auto writes into the next GPU's memory where it can be reached, else uses NCCL."""
     all_reduce: Literal["auto", "nccl"] = "auto"
@@ -143,6 +145,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not self.timeout_s > 0:
             raise UserError(f"--timeout {self.timeout_s:g}: must be above 0")
+        if not self.stall_timeout_s > 0:
+            raise UserError(f"--stall-timeout {self.stall_timeout_s:g}: must be above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,10 +171,14 @@ class HttpConfig:
     """Name of the model in requests; by default its folder's, file's or hub's name."""
     api_key: str | None = None
     """Bearer token that every /v1 request must carry."""
+    drain_timeout_s: float = 30.0
+    """How long requests in flight may take to end after a stop, in seconds."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise UserError(f"--port {self.port}: must be between 0 and 65535")
+        if not self.drain_timeout_s >= 0:
+            raise UserError(f"--drain-timeout {self.drain_timeout_s:g}: must not be below 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,3 +189,5 @@ class ServeConfig:
     http: HttpConfig = field(default_factory=HttpConfig)
     json_ready: bool = False
     """Print one JSON line on standard output when ready, and nothing else there."""
+    diagnostics: str | None = None
+    """Folder for what is written down after a failure; by default in the state directory of the service or user."""

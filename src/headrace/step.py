@@ -170,6 +170,8 @@ class EngineStatus(msgspec.Struct, frozen=True, tag="status"):
     vocab_size: int = 0
     """Token ids of prompts are below it."""
     load_s: float = 0.0
+    load_bytes: tuple[int, int] = (0, 0)
+    """Of weights: read so far, and in all."""
     layout: dict[str, int] = {}
     """Degrees: pp, tp, ep."""
     stages: list[StageStats] = []
@@ -330,6 +332,8 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
     user_error: bool = False
     secondary: bool = False
+    at_s: float = 0.0
+    """When, on the host's monotonic clock."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop", array_like=True):

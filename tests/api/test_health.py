@@ -14,9 +14,12 @@ from tests.api.harness import NAME, Caller, make_caller, make_service
 from tests.fakes.engine import READY, FakeEngine
 
 
-@pytest.mark.parametrize("phase", ["starting", "loading", "warming", "stopping"])
-def test_only_a_ready_engine_is_ready(tmp_path: Path, phase: str) -> None:
-    engine = FakeEngine(status=EngineStatus(phase, "3 of 8 GB"))  # type: ignore[arg-type]  # one of its values
+@pytest.mark.parametrize(
+    ("phase", "state"),
+    [("starting", "starting"), ("loading", "loading"), ("warming", "warming"), ("stopping", "failed")],
+)
+def test_only_a_ready_engine_is_ready(tmp_path: Path, phase: str, state: str) -> None:
+    engine = FakeEngine(status=EngineStatus(phase, "3 of 8 GB", load_bytes=(3, 8)))  # type: ignore[arg-type]  # one of its values
     caller = make_caller(tmp_path, engine)
     assert caller("GET", "/health").status_code == 200
     for response in (
@@ -31,7 +34,10 @@ def test_only_a_ready_engine_is_ready(tmp_path: Path, phase: str) -> None:
         assert response.headers["retry-after"] == "1"
         error = response.json()["error"]
         assert error["code"] == "not_ready"
-        assert f"{phase}: 3 of 8 GB" in error["message"]
+        assert f"{state}: 3 of 8 GB" in error["message"]
+    answer = caller("GET", "/ready").json()
+    assert (answer["status"], answer["detail"]) == (state, "3 of 8 GB")
+    assert (answer["done_bytes"], answer["total_bytes"]) == ((3, 8) if state == "loading" else (0, 0))
     engine.status = READY
     assert caller("GET", "/ready").status_code == 200
     assert caller.complete(prompt="a").status_code == 200
@@ -44,6 +50,7 @@ def test_a_lost_engine_is_not_ready_again(caller: Caller, engine: FakeEngine) ->
         response = caller("GET", path)
         assert response.status_code == 503
         assert "worker rank 1 (stage 1) died" in response.json()["error"]["message"]
+    assert caller("GET", "/ready").json()["status"] == "failed"
     assert caller("GET", "/health").status_code == 200
 
 
@@ -52,6 +59,7 @@ def test_a_stopping_server_is_not_ready(tmp_path: Path, engine: FakeEngine) -> N
     service.stopping = True
     caller = Caller(create_app(service))
     assert caller("GET", "/ready").status_code == 503
+    assert caller("GET", "/ready").json()["status"] == "draining"
     assert "stopping" in caller.complete(prompt="a").json()["error"]["message"]
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from headrace.api import server
 from headrace.api.server import HttpProcess, bind, url_of
 from headrace.config import HttpConfig
 from headrace.errors import PeerLost, UserError
@@ -22,12 +21,12 @@ from tests.fakes.engine import READY, FakeEngine
 Script = Callable[[HttpProcess, httpx.AsyncClient, list[str]], Awaitable[None]]
 
 
-def _run(tmp_path: Path, engine: FakeEngine, script: Script) -> list[str]:
+def _run(tmp_path: Path, engine: FakeEngine, script: Script, *, drain_s: float = 30.0) -> list[str]:
     """Run a process and a script against it; what was announced. Raises what the process raised."""
     announced: list[str] = []
 
     async def main() -> None:
-        process = HttpProcess(make_service(tmp_path, engine), HttpConfig(port=0))
+        process = HttpProcess(make_service(tmp_path, engine), HttpConfig(port=0, drain_timeout_s=drain_s))
 
         def announce(url: str) -> None:
             announced.append(url)
@@ -77,8 +76,7 @@ def test_a_stop_lets_requests_in_flight_end_and_takes_no_more(tmp_path: Path) ->
     assert engine.aborted == []
 
 
-def test_what_does_not_end_in_time_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "DRAIN_S", 0.0)
+def test_what_does_not_end_in_time_is_told(tmp_path: Path) -> None:
     engine = FakeEngine(reply=b"never", hold_after=2)
 
     async def script(process: HttpProcess, client: httpx.AsyncClient, _announced: list[str]) -> None:
@@ -89,6 +87,27 @@ def test_what_does_not_end_in_time_is_told(tmp_path: Path, monkeypatch: pytest.M
         assert (await whole).status_code == 503
         events = [line for line in (await stream).text.split("\n\n") if line]
         assert json.loads(events[-1].removeprefix("data: "))["error"]["message"] == "The server is stopping."
+
+    _run(tmp_path, engine, script, drain_s=0.0)
+
+
+def test_a_service_that_fails_tells_everyone_why_at_once(tmp_path: Path) -> None:
+    engine = FakeEngine(reply=b"never", hold_after=2)
+    why = "worker rank 1 (stage 1): killed by signal 9 (SIGKILL)"
+
+    async def script(process: HttpProcess, client: httpx.AsyncClient, _announced: list[str]) -> None:
+        whole = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"}))
+        stream = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a", "stream": True}))
+        await engine.until(lambda: engine.num_held == 2)
+        before = process.work().turns
+        process.fail(why)
+        process.stop()
+        answer = await whole
+        assert answer.status_code == 503
+        events = [line for line in (await stream).text.split("\n\n") if line]
+        for error in (answer.json()["error"], json.loads(events[-1].removeprefix("data: "))["error"]):
+            assert (error["code"], error["message"]) == ("service_failed", f"The service has failed: {why}")
+        assert process.work().turns >= before >= 0
 
     _run(tmp_path, engine, script)
 

@@ -66,7 +66,8 @@ SERVE = """
 --policy       Literal['fcfs', 'priority']             'fcfs'
 --max-waiting  int | None                              None
 --transport    Literal['ipc', 'tcp']                   'ipc'
---timeout      float                                   60.0
+--timeout      float                                   600.0
+--stall-timeout float                                  60.0
 --edges        Literal['auto', 'nccl']                 'auto'
 --all-reduce   Literal['auto', 'nccl']                 'auto'
 --trace        str | None                              None
@@ -74,7 +75,9 @@ SERVE = """
 --port         int                                     8000
 --served-name  str | None                              None
 --api-key      str | None                              None
+--drain-timeout float                                  30.0
 --json-ready   bool                                    False
+--diagnostics  str | None                              None
 """
 
 BENCH = """

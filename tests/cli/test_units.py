@@ -59,7 +59,7 @@ def test_times(text: str, seconds: float) -> None:
     assert parse_seconds(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "s", "5x", "1h 30m", "5sm", "-5s"])
+@pytest.mark.parametrize("text", ["", "s", "5x", "1h 30m", "5sm", "-5s", "inf", "nan", "1e400"])
 def test_what_is_no_time(text: str) -> None:
     with pytest.raises(UserError, match="like 30s"):
         parse_seconds(text)

@@ -13,6 +13,7 @@ import pytest
 from headrace.config import HttpConfig
 from headrace.errors import UserError
 from headrace.service.unit import MARK, Unit, local_url, quoted, secrets_text, unit_text
+from headrace.supervise.vitals import Limits
 
 PYTHON = sys.executable
 
@@ -28,6 +29,8 @@ def unit(*, user: bool = False, version: int | None = None, trace: str = "/t") -
         run_as=None if user else "daemon",
         user=user,
         version=version,
+        drain_s=30.0,
+        limits=Limits(),
     )
 
 
@@ -40,9 +43,9 @@ def test_what_a_unit_promises() -> None:
     assert text.startswith(MARK)
     found = lines(text)
     expected = {
-        "Type": "notify", "NotifyAccess": "main", "WatchdogSec": "30", "TimeoutStartSec": "300", "TimeoutStopSec": "20",
-        "KillMode": "mixed", "Restart": "on-failure", "RestartPreventExitStatus": "2", "RestartSec": "5",
-        "RestartSteps": "6", "RestartMaxDelaySec": "300", "StartLimitBurst": "10", "User": "daemon",
+        "Type": "notify", "NotifyAccess": "main", "WatchdogSec": "135", "TimeoutStartSec": "300",
+        "TimeoutStopSec": "53", "KillMode": "mixed", "Restart": "on-failure", "RestartPreventExitStatus": "2",
+        "RestartSec": "5", "RestartSteps": "6", "RestartMaxDelaySec": "300", "StartLimitBurst": "10", "User": "daemon",
         "EnvironmentFile": "-/etc/headrace/kimi.env", "StateDirectory": "headrace/kimi",
         "X-Headrace-Url": "http://127.0.0.1:8000", "WantedBy": "multi-user.target",
         "ExecStart": f'{PYTHON} -P -m headrace serve "/models/a b" --pp=2 --trace=/t',

@@ -6,12 +6,25 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from headrace.errors import CheckpointError, Fault, PeerLost
 from headrace.step import Failed
-from headrace.supervise.child import MAX_MESSAGE, Ended, Progress, Ready, Report, Reporter, decode_report, failure_of
+from headrace.supervise.child import (
+    MAX_MESSAGE,
+    Beat,
+    Ended,
+    Progress,
+    Ready,
+    Report,
+    Reporter,
+    decode_report,
+    failure_of,
+)
 
 
 def read_lines(fd: int) -> list[bytes]:
@@ -93,10 +106,12 @@ run_child("child", main, reporter)
 class Child:
     """A process that uses `attach` and `run_child` for real."""
 
-    def __init__(self, body: str) -> None:
+    def __init__(self, body: str, program: str = CHILD) -> None:
         read, write = os.pipe()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", CHILD.format(body=body), str(write)], stdin=subprocess.PIPE, pass_fds=(write,)
+            [sys.executable, "-c", program.replace("{body}", body), str(write)],
+            stdin=subprocess.PIPE,
+            pass_fds=(write,),
         )
         os.close(write)
         self.reports = os.fdopen(read, "rb")
@@ -127,8 +142,12 @@ class Child:
 def test_a_child_ends_with_a_report_and_a_code(body: str, code: int, failed: Failed | None) -> None:
     with Child(body) as child:
         assert child.next() == Ready(who="child")
-        rest = child.reports.read()
-        assert (decode_report(rest) if rest else None) == failed
+        before, rest = time.monotonic(), child.reports.read()
+        said = decode_report(rest) if rest else None
+        if isinstance(said, Failed):
+            assert before - 60 < said.at_s <= time.monotonic()
+            said = msgspec.structs.replace(said, at_s=0.0)
+        assert said == failed
         assert child.process.wait(60) == code
 
 
@@ -145,6 +164,53 @@ def test_a_child_ends_with_its_parent_and_not_with_ctrl_c() -> None:
         assert child.process.stdin is not None
         child.process.stdin.close()
         assert child.process.wait(60) == 1
+
+
+def test_a_supervisor_that_does_not_read_holds_up_no_beat(pipe: tuple[int, int]) -> None:
+    reporter = Reporter(pipe[1])
+    for _ in range(5000):
+        reporter.report(Beat("w", "plan 7"))
+    lines = read_lines(pipe[0])
+    assert 0 < len(lines) < 5000
+    assert {decode_report(line) for line in lines} == {Beat("w", "plan 7")}
+    reporter.report(Ready(who="w"))
+    assert decode_report(read_lines(pipe[0])[0]) == Ready(who="w")
+
+
+HEARING = """
+import faulthandler, sys, threading
+from pathlib import Path
+from headrace.supervise.child import Ready, attach
+reporter = attach(int(sys.argv[1]), on_failure=lambda why: reporter.report(Ready(who=why)), stacks=Path({stacks!r}))
+def busy_in_c():
+    reporter.report(Ready(who="child"))
+    threading.Event().wait()
+busy_in_c()
+"""
+
+
+def test_a_child_hears_why_the_service_fails_and_writes_its_stacks(tmp_path: Path) -> None:
+    stacks = tmp_path / "stacks" / "w.txt"
+    with Child("", HEARING.format(stacks=str(stacks))) as child:
+        assert child.next() == Ready(who="child")
+        assert child.process.stdin is not None
+        child.process.stdin.write(b"rank 1: lost\nrank 2")
+        child.process.stdin.flush()
+        assert child.next() == Ready(who="rank 1: lost")
+        child.process.send_signal(signal.SIGUSR1)
+        child.process.stdin.write(b": lost\n")
+        child.process.stdin.flush()
+        assert child.next() == Ready(who="rank 2: lost")
+        # The signal is for the main thread, which may be slower to wake than the one that hears.
+        for _ in range(10_000):
+            if "in busy_in_c" in stacks.read_text():
+                break
+            child.process.stdin.write(b"more\n")
+            child.process.stdin.flush()
+            assert child.next() == Ready(who="more")
+        else:
+            pytest.fail("no stacks")
+        assert child.process.poll() is None
 
 
 def test_sigterm_calls_back() -> None:

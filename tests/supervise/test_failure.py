@@ -10,21 +10,21 @@ from hypothesis import strategies as st
 
 from headrace.errors import Fault, UserError
 from headrace.step import Failed
-from headrace.supervise.failure import Failure, describe_exit, root_cause, settle
+from headrace.supervise.failure import Failure, describe_exit, failures_in, has_cause, root_cause, settle
 from headrace.supervise.group import Exited, ProcessGroup
 from tests.supervise.fakes import fake, healthy
 
-KILLED = Exited("worker rank 1 (stage 1)", -9)
-USER = Failed(who="worker rank 0 (stage 0)", message="the checkpoint lacks tensor a", user_error=True)
-BROKEN = Failed(who="engine", message="IndexError: list index out of range")
-SILENT = Exited("http", 1)
-ECHO = Failed(who="worker rank 2 (stage 2)", message="no answer from rank 1", secondary=True)
+KILLED = Exited("worker rank 1 (stage 1)", -9, at_s=3.0)
+USER = Failed(who="worker rank 0 (stage 0)", message="the checkpoint lacks tensor a", user_error=True, at_s=4.0)
+BROKEN = Failed(who="engine", message="IndexError: list index out of range", at_s=5.0)
+SILENT = Exited("http", 1, at_s=1.0)
+ECHO = Failed(who="worker rank 2 (stage 2)", message="no answer from rank 1", secondary=True, at_s=2.0)
 
 
 @pytest.mark.parametrize(
     ("cause", "others"),
     [
-        (KILLED, [BROKEN, SILENT, ECHO]),
+        (KILLED, [USER, BROKEN, SILENT, ECHO]),
         (USER, [BROKEN, SILENT, ECHO]),
         (BROKEN, [SILENT, ECHO]),
         (SILENT, [ECHO]),
@@ -35,9 +35,40 @@ def test_a_cause_goes_before_its_echoes_in_any_order(cause: Failed | Exited, oth
         assert root_cause(order).who == cause.who
 
 
-@given(st.permutations([Failed(who=name, message=name) for name in "abc"]))
-def test_the_first_of_a_kind_wins(order: list[Failed]) -> None:
-    assert root_cause(order).who == order[0].who
+@given(st.permutations([Failed(who=name, message=name, at_s=at) for at, name in enumerate("abc")]))
+def test_the_first_in_time_wins_not_the_first_heard(order: list[Failed]) -> None:
+    assert root_cause(order).who == "a"
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.builds(
+                Failed, who=st.sampled_from("ab"), message=st.just("m"), secondary=st.booleans(), at_s=st.floats(0, 9)
+            ),
+            st.builds(
+                Exited, who=st.sampled_from("cd"), returncode=st.sampled_from([-9, -6, 0, 1]), at_s=st.floats(0, 9)
+            ),
+        ),
+        min_size=1,
+    )
+)
+def test_what_is_named_is_no_echo_where_there_is_a_cause_and_order_of_arrival_never_matters(
+    seen: list[Failed | Exited],
+) -> None:
+    cause = root_cause(seen)
+    assert cause.who == root_cause(sorted(seen, key=lambda each: each.at_s, reverse=True)).who
+    if has_cause(seen):
+        assert any(e.who == cause.who and not (isinstance(e, Failed) and e.secondary) for e in seen)
+
+
+def test_the_loudest_is_not_the_cause() -> None:
+    memory = Failed(who="worker rank 0 (stage 0)", message="out of memory on the GPU", at_s=10.0)
+    abort = Exited("worker rank 1 (stage 1)", -6, at_s=10.3)
+    assert root_cause([abort, memory]).who == memory.who
+    # Who was killed before is seen a little after those whom it tore down.
+    crash = Exited("worker rank 1 (stage 1)", -11, at_s=10.3)
+    assert root_cause([crash, memory]).who == crash.who
 
 
 def test_the_exit_after_a_report_adds_nothing() -> None:
@@ -66,6 +97,26 @@ def test_exits_in_words(code: int, text: str) -> None:
     assert describe_exit(code) == text
 
 
+def test_a_kill_while_memory_was_short_says_so() -> None:
+    line = root_cause([Exited("w", -9, for_memory=True)]).line
+    assert line == "w: killed by signal 9 (SIGKILL); the system ran out of memory and killed processes meanwhile"
+
+
+def test_the_device_is_named_where_there_is_one() -> None:
+    assert Failure("worker rank 1 (stage 1)", "lost", False, "cuda:3").line == "worker rank 1 (stage 1), cuda:3: lost"
+
+
+def test_where_all_complain_of_others_the_suspect_is_named() -> None:
+    complaint = fake("b", "failed('b', 'nothing from a', secondary=True); sys.exit(1)")
+    with ProcessGroup([complaint]) as group:
+        group.start()
+        events = group.wait(60)
+        while len(failures_in(events)) < 2:
+            events += group.wait(60)
+        failure, seen = settle(group, events, lambda: Failed("a", "no sign of life for 4 s"))
+    assert (failure.who, len(seen)) == ("a", 3)
+
+
 def test_a_cause_that_is_seen_later_than_its_echo_is_found() -> None:
     echo = fake("b", "failed('b', 'no answer from a', secondary=True); sys.exit(1)")
     # The cause dies only once the echo is out: it sees its lifeline's byte, which the test writes.
@@ -79,7 +130,7 @@ def test_a_cause_that_is_seen_later_than_its_echo_is_found() -> None:
         assert child.stdin is not None
         child.stdin.write(b"x")
         child.stdin.flush()
-        failure = settle(group, [event for event in seen if isinstance(event, Failed | Exited)])
+        failure, _ = settle(group, [event for event in seen if isinstance(event, Failed | Exited)])
     assert failure == Failure("a", "killed by signal 11 (SIGSEGV)", False)
 
 
@@ -89,5 +140,5 @@ def test_settling_takes_what_is_there_when_the_others_stay_well() -> None:
         events = group.wait(60)
         while not any(isinstance(event, Failed) for event in events):
             events = group.wait(60)
-        assert settle(group, events).line == "a: disk full"
+        assert settle(group, events)[0].line == "a: disk full"
         assert group.pids.keys() == {"b"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from headrace.errors import Fault
 from headrace.step import Failed
-from headrace.supervise.child import Ready
+from headrace.supervise.child import Ended, Ready
 from headrace.supervise.group import Event, Exited, ProcessGroup
 from headrace.supervise.launch import Command
 from tests.supervise.fakes import fake, healthy
@@ -113,6 +114,16 @@ def test_a_clean_stop_keeps_its_order(tmp_path: Path) -> None:
         all_ready(group, 3)
         group.stop(60)
     assert file.read_text() == "hew"
+
+
+def test_the_last_word_of_one_that_ended_before_the_stop_is_heard() -> None:
+    with ProcessGroup([fake("a", "ready('a'); os.read(0, 1); say(type='ended', who='a')")]) as group:
+        group.start()
+        pid = all_ready(group, 1)["a"]
+        group.tell("go")
+        # Dead, and neither reaped nor read yet.
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert group.stop(60) == [Ended("a"), Exited("a", 0)]
 
 
 @pytest.mark.parametrize("ordered", [True, False])

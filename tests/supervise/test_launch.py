@@ -40,6 +40,13 @@ def test_one_process_a_rank_and_names_that_say_the_stage() -> None:
     ]
 
 
+def test_ranks_are_told_that_they_write_to_a_terminal() -> None:
+    for on_terminal in (False, True):
+        commands = engine_commands(DIR, mesh(pp=2), http=True, on_terminal=on_terminal)
+        told = [command.who for command in commands if "--on-terminal" in command.argv]
+        assert told == (["worker rank 0 (stage 0)", "worker rank 1 (stage 1)"] if on_terminal else [])
+
+
 def test_without_http_there_is_none() -> None:
     assert [command.who for command in engine_commands(DIR, mesh(), http=False)] == [
         "engine",

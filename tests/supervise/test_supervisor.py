@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+
+from headrace.supervise.life import Life
+from headrace.supervise.notify import Notifier
+from headrace.supervise.screen import Screen
+from headrace.supervise.watch import StopSignals, Watch
+from tests.supervise.fakes import fake, healthy
 
 ROOT = Path(__file__).parents[2]
 STAY = "ready({who!r}); until_stopped()"
@@ -203,3 +212,68 @@ def test_the_service_manager_hears_a_life_and_its_watchdog_is_not_fed_for_a_stop
         children["http"].kill()
         heard_until("STATUS=failed: http: killed by signal 9 (SIGKILL)")
         assert service.end()[0] == 1
+
+
+def test_work_that_nobody_gets_on_with_ends_the_service_with_who_holds_it_up(start: Start) -> None:
+    beat = "[(say(type='beat', who={who!r}, {fields}), time.sleep(0.05)) for _ in iter(int, 1)]"
+    stuck = beat.replace("{fields}", "doing='plan 7', where='layers/decoder.py forward:50'")
+    waiting = beat.replace("{fields}", "doing='plan 7', waits=True")
+    idle = beat.replace("{fields}", "turns=time.monotonic_ns()")
+    service = start(env={"STALL_S": "0.5"}, engine=f"import time; {idle}", second=f"import time; {waiting}",
+                    first=f"import time; {stuck}")  # fmt: skip
+    code, _, err = service.end()
+    assert code == 1
+    assert re.fullmatch(r"headrace serve: first: stalled for \d+ s in plan 7, at layers/decoder.py forward:50", err[-1])
+
+
+def test_a_death_while_requests_drain_is_a_fault() -> None:
+    # The http process takes its time to end, as with requests in flight.
+    slow = "signal.signal(signal.SIGTERM, lambda *_: ready('drains')); ready('http'); until_stopped()"
+    commands = [fake("http", slow), healthy("engine", 1), fake("worker", "ready('worker'); until_stopped()", 2)]
+    told: list[str] = []
+    screen = Screen(io.StringIO())
+    with StopSignals() as signals:
+
+        def on_ready(_engine: Mapping[str, Any], http: Mapping[str, Any], _s: float) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        watch = Watch(
+            commands=commands,
+            signals=signals,
+            screen=screen,
+            life=Life(Notifier()),
+            on_ready=on_ready,
+            on_end=lambda _: told.append("end"),
+            on_failure=lambda evidence, group: told.append(evidence.failure.line),
+        )
+        kill_when_draining(watch, "worker")
+        assert watch.run() == 1
+    assert told == ["worker: killed by signal 9 (SIGKILL)", "end"]
+
+
+def kill_when_draining(watch: Watch, who: str) -> None:
+    """Have a process killed as soon as the state is entered."""
+
+    class Draining(Life):
+        def draining(self) -> None:
+            super().draining()
+            assert watch.signals.group is not None
+            watch.signals.group.signal(signal.SIGKILL, who)
+
+    watch.life = Draining(Notifier())
+
+
+def test_a_log_on_a_full_disk_stops_nothing() -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("this system has no device that is always full")
+    said = "print('x' * 1000, flush=True); " + STAY
+    arguments = [text for who in ("engine", "http") for text in (who, said.format(who=who))]
+    with full.open("w") as log:
+        program = [sys.executable, "-m", "tests.supervise.serve_fakes", "--quiet", *arguments]
+        process = subprocess.Popen(program, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["event"] == "ready"
+        process.terminate()
+        assert process.wait(60) == 0
+        process.stdout.close()

@@ -32,6 +32,8 @@ class Stream:
     time: Time
     at: int = 0
     made: list[Event] = field(default_factory=list)
+    sent_at: int = 0
+    """Where the stream of its sends is."""
 
 
 class Event:
@@ -150,6 +152,8 @@ def issue(clocks: DeviceClocks, stream: Stream, wait: Part | None, times: tuple[
     stream.at += computing
     sent = stream.at + sending
     if sends:
+        # All sends of a rank go through one stream, and end in order.
+        sent = stream.sent_at = max(sent, stream.sent_at)
         one.enter(Part.COMMUNICATION)
         one.sent(Stream(stream.time, sent))  # type: ignore[arg-type]  # as much of it as is looked at
     else:

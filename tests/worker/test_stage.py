@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import threading
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from headrace.mesh import Mesh
 from headrace.models.registry import build_model, rules_of
 from headrace.weights import checkpoint as checkpoint_module
 from headrace.weights.checkpoint import Checkpoint, load
-from headrace.weights.reads import plan_reads, read_into
+from headrace.weights.reads import Block, Want, plan_reads, read_into
 from headrace.weights.rules import bind
 from headrace.weights.source import ModelSource, read_spec
 from headrace.worker.loop import enough_memory
@@ -57,16 +59,26 @@ def test_layers_take_their_final_form_while_others_load(tmp_path: Path, monkeypa
     source = ModelSource("folder", write_tiny(tmp_path / "m", "kimi_k25_int4", tokenizer=False), "m")
     spec = read_spec(source)
     events: list[str] = []
+    blocks: list[Block] = []
+    begun, one_is_final = itertools.count(1), threading.Event()
+
+    def plan(wants: Iterable[Want]) -> list[Block]:
+        blocks[:] = plan_reads(wants, 4096)
+        return blocks
 
     def reader(file: Path, offset: int, views: Sequence[memoryview]) -> int:
+        # Readers may be as far ahead as they like, so the last block is held back.
+        if next(begun) == len(blocks):
+            one_is_final.wait(20)
         events.append("read")
         return read_into(file, offset, views)
 
-    monkeypatch.setattr(checkpoint_module, "plan_reads", lambda wants: plan_reads(wants, 4096))
+    monkeypatch.setattr(checkpoint_module, "plan_reads", plan)
     whole = Decoder.finalise_layer
 
     def noted(self: Decoder, index: int) -> None:
         events.append(f"layer {index}")
+        one_is_final.set()
         whole(self, index)
 
     def build() -> Decoder:

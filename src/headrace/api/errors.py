@@ -53,19 +53,29 @@ class ApiError(Exception):
         """OpenAI's kind of error for this status."""
         return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
-    def encode(self) -> bytes:
-        """The JSON body."""
+    @property
+    def detail(self) -> ErrorDetail:
+        """What the body says."""
         # A lone surrogate in what the client sent must not break the answer that quotes it.
         message = self.message.encode("utf-8", "replace").decode()
         param = self.param and self.param.encode("utf-8", "replace").decode()
-        return msgspec.json.encode(ErrorBody(ErrorDetail(message, self.type, param, self.code)))
+        return ErrorDetail(message, self.type, param, self.code)
 
-    def response(self) -> Response:
-        """The whole HTTP answer."""
+    @property
+    def headers(self) -> dict[str, str]:
+        """What goes with the status."""
         headers = {"www-authenticate": "Bearer"} if self.status == 401 else {}
         if self.status in (429, 503):
             headers["retry-after"] = "1"
-        return Response(self.encode(), self.status, headers, "application/json")
+        return headers
+
+    def encode(self) -> bytes:
+        """The JSON body."""
+        return msgspec.json.encode(ErrorBody(self.detail))
+
+    def response(self) -> Response:
+        """The whole HTTP answer."""
+        return Response(self.encode(), self.status, self.headers, "application/json")
 
 
 def bad_value(param: str, problem: str) -> ApiError:

@@ -83,6 +83,8 @@ class Generation:
             raise ApiError(500, "The engine ended the request without a reason.", code="engine_error")
         except (ApiError, Fault) as error:
             reason = "error"
+            if service.failure is not None:
+                raise ApiError(503, f"The service has failed: {service.failure}", code="service_failed") from error
             if service.stopping:
                 raise ApiError(503, "The server is stopping.", code="stopping") from error
             raise

@@ -9,7 +9,7 @@ import headrace
 from headrace.api.errors import ApiError
 from headrace.api.request import check_model
 from headrace.api.service import Service
-from headrace.api.shapes import Health, ModelCard, ModelList, Version, describe
+from headrace.api.shapes import Health, ModelCard, ModelList, Readiness, Version, describe
 from headrace.api.stream import json_response
 from headrace.telemetry.metrics import CONTENT_TYPE
 
@@ -23,13 +23,17 @@ def health_routes(service: Service) -> APIRouter:
         """Live: this process answers."""
         return json_response(Health("ok"))
 
-    @router.get("/ready", responses=describe(Health, errors=(503,)))
+    @router.get("/ready", responses=describe(Readiness) | {503: describe(Readiness)[200]})
     async def ready() -> Response:
         """Ready: an inference went through every stage, and requests are served."""
-        reason = service.not_ready
-        if reason is not None:
-            raise ApiError(503, f"Not ready: {reason}", code="not_ready")
-        return json_response(Health("ready", service.engine.status.detail))
+        state, detail = service.state
+        if state == "ready":
+            return json_response(Readiness(state, detail))
+        error = ApiError(503, f"Not ready: {service.not_ready}", code="not_ready")
+        done, total = service.engine.status.load_bytes if state == "loading" else (0, 0)
+        answer = json_response(Readiness(state, detail, done, total, error.detail), error.status)
+        answer.headers.update(error.headers)
+        return answer
 
     @router.get("/version", responses=describe(Version))
     async def version() -> Response:

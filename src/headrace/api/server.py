@@ -14,13 +14,12 @@ from headrace.api.engine import Engine
 from headrace.api.service import ServedModel, Service
 from headrace.config import HttpConfig, ServeConfig
 from headrace.errors import PeerLost, UserError
+from headrace.supervise.beat import Work
 from headrace.telemetry.metrics import Metrics
 from headrace.text.chat import load_chat_template
 from headrace.text.tokenizer import load_tokenizer
 from headrace.weights.source import read_spec, resolve
 
-DRAIN_S = 1.4
-"""How long requests in flight have to end after a stop; what is left then is told. The supervisor waits 2.6 s."""
 POLL_S = 0.05
 BACKLOG = 2048
 
@@ -111,12 +110,22 @@ class HttpProcess:
             timeout_graceful_shutdown=1,
         )
         self._server = Server(config)
+        self._drain_s = http.drain_timeout_s
         self._stop = False
+        self._turns = -1
 
     def stop(self) -> None:
-        """Take no more requests; those in flight have `DRAIN_S` seconds."""
+        """Take no more requests; those in flight have the time to drain, what is left then is told."""
         self._stop = True
         self._service.stopping = True
+
+    def fail(self, why: str) -> None:
+        """Tell everyone at once why there will be no answer, and end; from any thread."""
+        self._service.failure = why
+
+    def work(self) -> Work:
+        """For the beats: that the loop turns."""
+        return Work(turns=self._turns)
 
     async def run(self, on_ready: Callable[[str], None]) -> None:
         """Serve until stopped; `on_ready` gets the URL once. Raises PeerLost when the engine is lost before a stop."""
@@ -125,7 +134,7 @@ class HttpProcess:
         joining = asyncio.create_task(engine.start())
         try:
             await self._watch((serving, joining), on_ready)
-            lost = None if self._stop else engine.lost
+            lost = None if self._is_ending else engine.lost
             await self._drain()
         finally:
             joining.cancel()
@@ -138,19 +147,25 @@ class HttpProcess:
     async def _watch(self, tasks: tuple[asyncio.Task[None], ...], on_ready: Callable[[str], None]) -> None:
         """Wait for a stop or the loss of the engine. Raises what a task raised."""
         announced = False
-        while not self._stop and self._service.engine.lost is None:
+        while not self._is_ending and self._service.engine.lost is None:
             for task in tasks:
                 if task.done():
                     task.result()
             if not announced and self._server.started and self._service.not_ready is None:
                 announced = True
                 on_ready(self.url)
+            self._turns += 1
             await asyncio.sleep(POLL_S)
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._stop or self._service.failure is not None
 
     async def _drain(self) -> None:
         """Wait for the requests in flight; without an engine there is nothing to wait for."""
-        deadline = asyncio.get_running_loop().time() + DRAIN_S
-        while self._service.num_active and self._service.engine.lost is None:
+        deadline = asyncio.get_running_loop().time() + self._drain_s
+        while self._service.num_active and self._service.engine.lost is None and self._service.failure is None:
             if asyncio.get_running_loop().time() >= deadline:
                 return
+            self._turns += 1
             await asyncio.sleep(POLL_S)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from headrace.api.errors import ErrorBody
+from headrace.api.errors import ErrorBody, ErrorDetail
 from headrace.api.generation import Finish, Generation
 
 
@@ -179,10 +179,23 @@ class Detokenized(msgspec.Struct, frozen=True):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """An answer of /health and /ready."""
+    """An answer of /health."""
 
     status: str
     detail: str = ""
+
+
+class Readiness(msgspec.Struct, frozen=True):
+    """An answer of /ready: 200 with status "ready", else 503."""
+
+    status: str
+    """starting, loading, warming, ready, draining or failed."""
+    detail: str = ""
+    done_bytes: int = 0
+    """Of weights, while loading."""
+    total_bytes: int = 0
+    error: ErrorDetail | None = None
+    """The same as other routes answer it; null when ready."""
 
 
 class Version(msgspec.Struct, frozen=True):
@@ -192,7 +205,8 @@ class Version(msgspec.Struct, frozen=True):
 
 
 _DESCRIBED: tuple[type[msgspec.Struct], ...] = (
-    Completion, ChatCompletion, ChatChunk, ModelCard, ModelList, Tokenized, Detokenized, Health, Version, ErrorBody,
+    Completion, ChatCompletion, ChatChunk, ModelCard, ModelList, Tokenized, Detokenized, Health, Readiness, Version,
+    ErrorBody,
 )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ PARSERS: Mapping[str, Callable[[str], Any]] = {"kv_memory": parse_bytes}
 """Fields, by name, that are written otherwise than their type says."""
 METAVARS: Mapping[str, str] = {
     "trace": "FILE", "out": "FILE", "path": "DIR", "hardware": "FILE", "plot": "FILE", "explain": "LAYOUT",
+    "diagnostics": "DIR",
 }  # fmt: skip
 """What stands for a field's value in the help text, where neither type nor unit says it."""
 

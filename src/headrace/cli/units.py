@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from headrace.errors import UserError
@@ -28,13 +29,14 @@ def parse_bytes(text: str) -> int:
 def parse_seconds(text: str) -> float:
     """Seconds from `30s`, `5m`, `1h30m`, `250ms` or a plain number. Raises UserError."""
     try:
-        return float(text)
+        seconds = float(text)
     except ValueError:
-        pass
-    parts = re.findall(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)", text)
-    if not parts or "".join(map("".join, parts)) != text:
+        parts = re.findall(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)", text)
+        written = parts and "".join(map("".join, parts)) == text
+        seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts) if written else math.nan
+    if not math.isfinite(seconds):
         raise UserError("must be a number of seconds, or like 30s, 5m or 1h30m")
-    return sum(float(number) * _SECONDS[unit] for number, unit in parts)
+    return seconds
 
 
 def parse_int(text: str) -> int:

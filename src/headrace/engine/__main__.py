@@ -10,8 +10,9 @@ import msgspec
 
 from headrace.engine.loop import Engine
 from headrace.step import EngineStatus
+from headrace.supervise.beat import Pulse, start_beating
 from headrace.supervise.child import Ended, Progress, Ready, attach, run_child, stop_on_sigterm
-from headrace.supervise.private import read_config
+from headrace.supervise.private import read_config, stacks_file
 from headrace.telemetry.log import setup
 from headrace.weights.source import read_spec, resolve
 
@@ -23,13 +24,16 @@ def main() -> None:
     parser.add_argument("--report-fd", type=int, default=None, help="pipe on which to report")
     args = parser.parse_args()
     setup("engine")
-    reporter = attach(args.report_fd)
+    reporter = attach(args.report_fd, stacks=stacks_file(args.dir, "engine"))
+    pulse = Pulse()
+    start_beating("engine", reporter, pulse)
 
     def serve() -> None:
         config = read_config(args.dir).engine
         assert config.model.model is not None
         engine = Engine(config, read_spec(resolve(config.model.model, say=lambda _: None)), args.dir)
         stop_on_sigterm(engine.stop)
+        pulse.follow(engine.work)
 
         def progress(done: int, total: int) -> None:
             reporter.report(Progress("engine", "loading weights", done, total))

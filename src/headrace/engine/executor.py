@@ -76,7 +76,8 @@ class Executor:
         """When plans came to be in flight; None while there are none."""
         self.num_sent = 0
         """Plans."""
-        self._num_done = 0
+        self.num_done = 0
+        """Results."""
 
     # --- bringing up ------------------------------------------------------------------------------------------------
 
@@ -92,8 +93,10 @@ class Executor:
                 for _ in self.results():
                     raise Fault("a result came before any plan")
                 if ranks.progress:
-                    done = sum(d for d, _ in ranks.progress.values())
-                    on_progress(done, sum(t for _, t in ranks.progress.values()))
+                    done, total = (sum(column) for column in zip(*ranks.progress.values(), strict=True))
+                    # All of it is loaded only when no rank is left that has yet to say how much it has.
+                    if done < total or len(ranks.progress) == self._mesh.num_ranks:
+                        on_progress(done, total)
         return ranks.loaded
 
     def allocate(self, max_len: int, num_pages: int, idle: Callable[[], None]) -> dict[int, Prepared]:
@@ -153,8 +156,8 @@ class Executor:
                 return
             message = self._decode(data)
             if isinstance(message, StepResult):
-                self._num_done += 1
-                if self._num_done == self.num_sent:
+                self.num_done += 1
+                if self.num_done == self.num_sent:
                     self._active_s, self._active_since_s = self.active_s, None
                 yield message
             else:
@@ -188,7 +191,7 @@ class Executor:
     @property
     def is_settled(self) -> bool:
         """Whether no plan is in flight and every stage has told all of its steps."""
-        return self._num_done == self.num_sent and all(self._told_all(leader) for leader in self._leaders)
+        return self.num_done == self.num_sent and all(self._told_all(leader) for leader in self._leaders)
 
     def _told_all(self, rank: int) -> bool:
         stats = self._ranks.stats.get(rank)

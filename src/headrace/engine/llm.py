@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -30,10 +31,11 @@ from headrace.step import (
     pack,
 )
 from headrace.supervise.failure import failures_in, settle
-from headrace.supervise.group import ProcessGroup
+from headrace.supervise.group import Event, ProcessGroup
 from headrace.supervise.launch import engine_commands
 from headrace.supervise.prepare import prepare
 from headrace.supervise.private import PrivateDir, trace_folder, write_config
+from headrace.supervise.vitals import Vitals, limits_of
 from headrace.telemetry.trace import save_trace
 from headrace.text.chat import load_chat_template
 from headrace.text.detokenizer import Detokenizer
@@ -44,6 +46,7 @@ log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 5.0
 POLL_MS = 200
+CHECK_S = 1.0
 
 Prompt = str | Sequence[int]
 
@@ -84,8 +87,8 @@ class LLM:
     model: as in `headrace serve`. Options are the fields of the configuration by their own names: `pp`, `tp`, `ep`,
     `split`, `device`, `dtype`, `max_len`, `seed`, `attention`, `graphs`, `weights`, `routing`, `max_running`, `chunk`,
     `page_size`, `kv_memory`, `run_ahead`, `balance`, `prefix_cache`, `policy`, `max_waiting`, `transport`, `timeout_s`,
-    `edges`, `all_reduce`, `trace`. Raises UserError for what cannot be, Fault when it fails; both in one line. A
-    context manager; `close` leaves no process and no file behind. Belongs to one thread.
+    `stall_timeout_s`, `edges`, `all_reduce`, `trace`. Raises UserError for what cannot be, Fault when it fails; both in
+    one line. A context manager; `close` leaves no process and no file behind. Belongs to one thread.
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
@@ -113,6 +116,8 @@ class LLM:
             raise
         try:
             self._group.start()
+            self._vitals = Vitals(self._group.names, limits_of(config.run))
+            self._next_check_s = 0.0
             self._encode = msgspec.msgpack.Encoder().encode
             self._decode = msgspec.msgpack.Decoder(EngineMessage).decode
             self._socket = join(zmq.Context.instance(), join_url(self._private.path, transport, "clients"))
@@ -321,9 +326,14 @@ class LLM:
                     found += message.outputs
             if found:
                 return found
-        events = self._group.wait(0)
+        events: list[Event] = self._group.wait(0)
+        self._vitals.hear(events)
+        if not failures_in(events) and time.monotonic() >= self._next_check_s:
+            self._next_check_s = time.monotonic() + CHECK_S
+            trouble = self._vitals.check(self._group.signs())
+            events += [trouble] if trouble is not None else []
         if failures_in(events):
-            error = settle(self._group, events).error()
+            error = settle(self._group, events, self._vitals.suspect)[0].error()
             self.close()
             raise error
         return found

@@ -38,6 +38,7 @@ from headrace.step import (
     Submit,
     WarmUp,
 )
+from headrace.supervise.beat import Work
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,8 @@ class Engine:
         self._phase: Phase = "starting"
         self._detail = ""
         self._load_s = 0.0
+        self._load_bytes = (0, 0)
+        self._turns = -1
         self._warm_up = WarmUp()
         self._token_times_s: list[float] = []
         """Of the warm-up."""
@@ -96,6 +99,14 @@ class Engine:
     def stop(self) -> None:
         """Make `run` return soon; safe in a signal handler."""
         self._stopped = True
+
+    def work(self) -> Work:
+        """For the beats: that the loop turns, and how it gets on with what is queued. For any thread."""
+        scheduler, done = self._scheduler, self._executor.num_done
+        if scheduler is None:
+            return Work("bringing up the ranks", done, turns=self._turns)
+        doing = f"work for {scheduler.num_in_flight} plans in flight" if scheduler.has_work else ""
+        return Work(doing, done, turns=self._turns)
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -120,13 +131,14 @@ class Engine:
         started = time.monotonic()
 
         def progress(done: int, total: int) -> None:
-            self._phase = "loading"
+            self._phase, self._load_bytes = "loading", (done, total)
             self._detail = f"{done} of {total} bytes of weights"
             on_progress(done, total)
 
         def idle() -> None:
             if self._stopped:
                 raise _StoppedEarly
+            self._turns += 1
             self._hear_clients()
             self._tell_status()
 
@@ -187,6 +199,7 @@ class Engine:
         """Wait for something to happen, take it in, and plan."""
         self._poller.poll(int(1000 * max(0.0, self._next_status_s - time.monotonic())) + 1)
         began = time.monotonic()
+        self._turns += 1
         self._hear_clients()
         for result in self._executor.results():
             self._commit(result)
@@ -321,6 +334,7 @@ class Engine:
             max_len=self._max_len,
             vocab_size=self._spec.vocab_size,
             load_s=self._load_s,
+            load_bytes=self._load_bytes,
             layout={"pp": layout.pp, "tp": layout.tp, "ep": layout.ep},
             stages=stages,
             host_s=self._host_s,

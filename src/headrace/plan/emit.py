@@ -19,7 +19,7 @@ ExecStart={command}
 Restart=on-failure
 TimeoutStartSec=infinity
 KillMode=mixed
-TimeoutStopSec=30
+TimeoutStopSec=60
 
 [Install]
 WantedBy=multi-user.target

@@ -114,7 +114,7 @@ class _Run:
         while self._group.pids and time.monotonic() < ends:
             self._group.wait(0.05)
         if pids := list(self._group.pids.values()):
-            # Not closed: that would wait for them for ever.
+            # Not closed: that would wait for them again.
             return (
                 f"; process {pids[0]} hangs in the driver and cannot be killed, only a restart of the machine ends it"
             )

@@ -15,6 +15,7 @@ from pathlib import Path
 from headrace.errors import Fault, UserError
 from headrace.service.config import ServiceConfig
 from headrace.service.unit import MARK, URL_KEY, Unit, local_url, secrets_text, unit_text
+from headrace.supervise.vitals import limits_of
 from headrace.wait.config import WaitConfig
 from headrace.wait.run import wait
 
@@ -125,6 +126,8 @@ def _unit_of(config: ServiceConfig, place: Place, serve_flags: Sequence[str]) ->
         run_as=None if place.user else _run_as(config),
         user=place.user,
         version=systemd_version(),
+        drain_s=config.serve.http.drain_timeout_s,
+        limits=limits_of(config.serve.engine.run),
     )
 
 
@@ -142,8 +145,12 @@ def _model(config: ServiceConfig) -> str | None:
 
 
 def _absolute_paths(flags: Sequence[str]) -> list[str]:
-    prefix = "--trace="
-    return [prefix + str(Path(flag[len(prefix) :]).absolute()) if flag.startswith(prefix) else flag for flag in flags]
+    return [_absolute(flag) if flag.startswith(("--trace=", "--diagnostics=")) else flag for flag in flags]
+
+
+def _absolute(flag: str) -> str:
+    name, _, path = flag.partition("=")
+    return f"{name}={Path(path).absolute()}"
 
 
 def _run_as(config: ServiceConfig) -> str | None:

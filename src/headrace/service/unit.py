@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from headrace.config import HttpConfig
 from headrace.errors import UserError
-from headrace.supervise.life import START_TIMEOUT_S
-from headrace.supervise.supervisor import STOP_GRACE_S
+from headrace.supervise.life import START_TIMEOUT_S, watchdog_s
+from headrace.supervise.vitals import Limits
+from headrace.supervise.watch import DRAIN_MARGIN_S, STOP_GRACE_S
 
 MARK = "# Written by `headrace service install`; it is replaced by the next install, so change it with a drop-in."
 URL_KEY = "X-Headrace-Url"
 """Keys that begin with X- are left alone by systemd."""
-WATCHDOG_S = 30
-"""The supervisor itself is what it watches: it feeds it three times as often, and finds all else sooner."""
 STOP_MARGIN_S = 12
 BACKOFF_VERSION = 254
 """The first systemd with growing delays between restarts."""
@@ -42,6 +42,10 @@ class Unit:
     """Whether it is for a user's manager."""
     version: int | None
     """Of systemd; None: the newest."""
+    drain_s: float
+    """Time that requests in flight have after a stop."""
+    limits: Limits
+    """After which the supervisor gives up a process or its work."""
 
 
 def unit_text(unit: Unit) -> str:
@@ -83,12 +87,13 @@ def _service_section(unit: Unit) -> list[str]:
         "StateDirectoryMode=0700",
         # While bytes of weights arrive the supervisor asks for more time.
         f"TimeoutStartSec={START_TIMEOUT_S}",
-        f"WatchdogSec={WATCHDOG_S}",
+        # The supervisor itself is what it watches: all else it finds sooner, and can name.
+        f"WatchdogSec={watchdog_s(unit.limits)}",
         # A hung supervisor: its stack, if cores are kept, is worth more than a quick end.
         "WatchdogSignal=SIGABRT",
         # The supervisor ends its processes; what it has left behind by then is killed.
         "KillMode=mixed",
-        f"TimeoutStopSec={int(STOP_GRACE_S) + STOP_MARGIN_S}",
+        f"TimeoutStopSec={ceil(unit.drain_s + DRAIN_MARGIN_S + STOP_GRACE_S) + STOP_MARGIN_S}",
         # One process killed for memory: the supervisor says which, and ends the others.
         "OOMPolicy=continue",
         *_restart(unit.version),

@@ -6,15 +6,18 @@ pipe as standard input that its parent keeps open: end of file there means that 
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
+import select
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import msgspec
 
@@ -60,7 +63,25 @@ class Measured(msgspec.Struct, frozen=True, tag="measured"):
     fields: dict[str, Any] = {}
 
 
-Report = Progress | Ready | Ended | Measured | Failed
+class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
+    """Child to supervisor, once a second: I run."""
+
+    who: str
+    doing: str = ""
+    """Work in hand, in words; empty where there is none."""
+    done: int = 0
+    """Changes with whatever gets done."""
+    turns: int = -1
+    """Turns of a main loop that never pauses for long; -1 where it may."""
+    waits: bool = False
+    """Whether the main thread waits for another rank."""
+    at_work: bool = False
+    """Whether the main thread is to get the work done, and the process was seen to compute or read since the last."""
+    where: str = ""
+    """Our own function that the main thread is in."""
+
+
+Report = Progress | Ready | Ended | Measured | Failed | Beat
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)
@@ -86,16 +107,24 @@ class Reporter:
         """Whether there is a supervisor that listens."""
         return self._fd is not None
 
+    def detach(self) -> None:
+        """Report nothing from here on."""
+        with self._lock:
+            self._fd = None
+
     def report(self, event: Report) -> None:
         """Write one event. Progress is thinned to one in `PROGRESS_PERIOD_S`, the last (done == total) always goes."""
-        if self._fd is None:
-            return
         with self._lock:
+            if self._fd is None:
+                return
             if isinstance(event, Progress) and event.done < event.total:
                 now = self._clock()
                 if now - self._last_progress_s < PROGRESS_PERIOD_S:
                     return
                 self._last_progress_s = now
+            # A supervisor that does not read, because it is stopped itself, must not hold up who beats.
+            if isinstance(event, Beat) and not select.select([], [self._fd], [], 0)[1]:
+                return
             data = memoryview(_encoder.encode(event) + b"\n")
             try:
                 while data:
@@ -104,21 +133,44 @@ class Reporter:
                 self._fd = None
 
 
-def attach(report_fd: int | None, on_stop: Callable[[], None] | None = None) -> Reporter:
+def attach(
+    report_fd: int | None,
+    on_stop: Callable[[], None] | None = None,
+    *,
+    on_failure: Callable[[str], None] | None = None,
+    stacks: Path | None = None,
+) -> Reporter:
     """Tie this process to its supervisor; call it first thing, in the main thread.
 
     Ends the process when standard input reaches its end (only with a report_fd: by hand, standard input is a
     terminal), ignores SIGINT (a terminal sends it to everyone; stopping is the supervisor's business) and calls
     `on_stop` on SIGTERM (`stop_on_sigterm` sets it later; until then SIGTERM just ends the process).
+    `on_failure` is called, in another thread, with the one line that says why the service fails, before it is stopped.
+    stacks: a file into which SIGUSR1 writes the stacks of all threads, whatever they are at; a crash does too.
     """
     if on_stop is not None:
         stop_on_sigterm(on_stop)
+    if stacks is not None:
+        _write_stacks(stacks)
     if report_fd is None:
         return Reporter()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.set_inheritable(report_fd, False)
-    threading.Thread(target=_end_with_parent, name="lifeline", daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(on_failure,), name="lifeline", daemon=True).start()
     return Reporter(report_fd)
+
+
+_stacks_file: TextIO | None = None
+"""Open for as long as the process lives: what writes to it has only its descriptor."""
+
+
+def _write_stacks(path: Path) -> None:
+    # In C, at the signal: a thread that never comes back to the interpreter does not keep it from being done.
+    global _stacks_file  # one a process, as the signal's handler is
+    path.parent.mkdir(exist_ok=True)
+    _stacks_file = path.open("a", encoding="utf-8")
+    faulthandler.enable(_stacks_file)
+    faulthandler.register(signal.SIGUSR1, _stacks_file)
 
 
 def stop_on_sigterm(on_stop: Callable[[], None]) -> None:
@@ -134,11 +186,16 @@ def stop_on_sigterm(on_stop: Callable[[], None]) -> None:
     signal.signal(signal.SIGTERM, handle)
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(on_failure: Callable[[str], None] | None) -> None:
+    """Hear the supervisor, which only ever says why the service fails, in one line; end when it is gone."""
     # The raw descriptor: sys.stdin's lock would be held for ever, and interpreter exit waits for it.
+    said = b""
     try:
-        while os.read(0, 4096):
-            pass
+        while data := os.read(0, 4096):
+            *lines, said = (said + data).split(b"\n")
+            for line in lines:
+                if on_failure is not None:
+                    on_failure(line.decode("utf-8", "replace"))
     except OSError:
         pass
     os._exit(1)
@@ -171,7 +228,7 @@ def run_child(who: str, main: Callable[[], None], reporter: Reporter, *, at_once
         main()
     except Exception as error:
         log.debug("%s failed", who, exc_info=True)
-        failed = failure_of(who, error)
+        failed = msgspec.structs.replace(failure_of(who, error), at_s=time.monotonic())
         reporter.report(failed)
         if reporter.attached:
             # Not sys.exit: communication threads of a broken run would keep the process alive.

@@ -5,14 +5,18 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from headrace.config import DeviceName, DtypeName
 from headrace.errors import UserError
 from headrace.mesh import Mesh
 from headrace.spec import Dtype
 
+NVLINKS = 18
+"""Of a GPU, at most."""
 _DEV = Path("/dev")
 _CPUINFO = Path("/proc/cpuinfo")
 
@@ -98,3 +102,54 @@ def torch_has_cuda() -> bool:
     except OSError:
         return False
     return re.search(r"^cuda\b[^=\n]*=\s*['\"]", text, re.MULTILINE) is not None
+
+
+def describe_gpus() -> list[dict[str, Any]]:
+    """What the driver says of every GPU and its links; empty where nvidia-ml-py or a driver is missing."""
+    if importlib.util.find_spec("pynvml") is None:
+        return []
+    import pynvml as nvml
+
+    try:
+        nvml.nvmlInit()
+        driver = _said(nvml, lambda: nvml.nvmlSystemGetDriverVersion())
+        count = nvml.nvmlDeviceGetCount()
+        return [{"gpu": i, "driver": driver} | _describe_gpu(nvml, i) for i in range(count)]
+    except nvml.NVMLError as error:
+        return [{"error": str(error)}]
+
+
+def _describe_gpu(nvml: Any, index: int) -> dict[str, Any]:
+    """Each entry by itself: a GPU that has failed still answers some questions."""
+    try:
+        gpu = nvml.nvmlDeviceGetHandleByIndex(index)
+    except nvml.NVMLError as error:
+        return {"error": str(error)}
+    links = [_said(nvml, partial(nvml.nvmlDeviceGetNvLinkState, gpu, link)) for link in range(NVLINKS)]
+    return {
+        "name": _said(nvml, lambda: nvml.nvmlDeviceGetName(gpu)),
+        "memory_total_bytes": _said(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(gpu).total),
+        "memory_used_bytes": _said(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(gpu).used),
+        "temperature_c": _said(nvml, lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)),
+        "power_mw": _said(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(gpu)),
+        "pcie_generation": _said(nvml, lambda: nvml.nvmlDeviceGetCurrPcieLinkGeneration(gpu)),
+        "pcie_generation_max": _said(nvml, lambda: nvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu)),
+        "pcie_width": _said(nvml, lambda: nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu)),
+        "pcie_width_max": _said(nvml, lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu)),
+        "pcie_replays": _said(nvml, lambda: nvml.nvmlDeviceGetPcieReplayCounter(gpu)),
+        "nvlinks_active": sum(1 for link in links if link == 1),
+        "uncorrected_errors": _said(
+            nvml,
+            lambda: nvml.nvmlDeviceGetTotalEccErrors(
+                gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+            ),
+        ),
+    }
+
+
+def _said(nvml: Any, ask: Callable[[], Any]) -> Any:
+    """The answer, or the driver's refusal in its own words."""
+    try:
+        return ask()
+    except nvml.NVMLError as error:
+        return str(error)

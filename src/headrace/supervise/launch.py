@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -28,6 +28,8 @@ class Command:
     """Added to the environment of the parent."""
     stop_order: int = 0
     """A clean stop ends the processes of a lower number first: requests drain before what computes them goes."""
+    device: str = ""
+    """What it computes on, where that is its own."""
 
 
 def worker_name(mesh: Mesh, rank: int) -> str:
@@ -42,11 +44,14 @@ def engine_commands(
     http: bool,
     transport: Literal["ipc", "tcp"] = "ipc",
     env: Mapping[str, str] | None = None,
+    devices: Sequence[str] = (),
+    on_terminal: bool = False,
 ) -> list[Command]:
     """The processes of one engine whose configuration lies in `directory`, in the order in which they start.
 
     `env` is added to every process's environment. Workers get an even share of the cores each, unless the environment
-    already says `OMP_NUM_THREADS`.
+    already says `OMP_NUM_THREADS`. `devices` names each rank's, where it has one. With `on_terminal` they are
+    told that what they write ends up on one: their own standard error is a pipe.
     """
     shared = dict(env or {})
     place = ("--dir", str(directory))
@@ -54,13 +59,15 @@ def engine_commands(
     commands = [
         Command(who="engine", argv=(*python_module("headrace.engine"), *place), env=shared | _threads(1), stop_order=1),
     ]
+    place_of_rank = (*place, "--on-terminal") if on_terminal else place
     ranks_env = shared | rank_environment(mesh.num_ranks)
     commands += [
         Command(
             who=worker_name(mesh, rank),
-            argv=(*python_module("headrace.worker"), "--join", join, "--rank", str(rank), *place),
+            argv=(*python_module("headrace.worker"), "--join", join, "--rank", str(rank), *place_of_rank),
             env=ranks_env,
             stop_order=2,
+            device=devices[rank] if devices else "",
         )
         for rank in range(mesh.num_ranks)
     ]

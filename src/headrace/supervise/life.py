@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from math import ceil
 from typing import Literal
 
 from headrace.supervise.child import Progress
 from headrace.supervise.notify import Notifier
 from headrace.supervise.screen import Tally
+from headrace.supervise.vitals import Limits
 
 State = Literal["starting", "loading", "warming", "ready", "draining", "failed"]
 
@@ -17,6 +19,16 @@ START_TIMEOUT_S = 300
 FEEDS = 3
 """Words to the watchdog within its time: one may be late."""
 STATUS_PERIOD_S = 1.0
+FAULT_S = 30
+"""A failure that is found is looked into, told and brought to its end in less."""
+
+
+def watchdog_s(limits: Limits) -> int:
+    """What the watchdog's time should be, so that the supervisor, which can say who is at fault, always comes first.
+
+    It starves from the first doubt on, and has last been fed a third of its time before.
+    """
+    return ceil((max(limits.stall_s, limits.silent_s) + FAULT_S) * FEEDS / (FEEDS - 1))
 
 
 class Life:

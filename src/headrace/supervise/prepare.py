@@ -11,7 +11,7 @@ from headrace.config import AttentionName, EngineConfig, ServeConfig
 from headrace.errors import UserError
 from headrace.mesh import Mesh, build_mesh
 from headrace.spec import ModelSpec
-from headrace.supervise.devices import resolve_device, resolve_dtype
+from headrace.supervise.devices import gpu_of, num_gpus, resolve_device, resolve_dtype
 from headrace.supervise.forecast import Forecast, choose, foresee, split_for
 from headrace.supervise.here import look
 from headrace.telemetry.trace import check_path
@@ -88,6 +88,14 @@ def prepare(config: ServeConfig, *, say: Callable[[str], None]) -> Prepared:
     engine = replace(engine, layout=replace(layout, split=mesh.split))
     http = replace(config.http, served_name=config.http.served_name or source.name)
     return Prepared(config=replace(config, engine=engine, http=http), spec=spec, mesh=mesh, forecast=forecast)
+
+
+def devices_of(prepared: Prepared) -> list[str]:
+    """What each rank computes on, for messages; empty for ranks that share the processor."""
+    if prepared.config.engine.model.device != "cuda":
+        return []
+    mesh, gpus = prepared.mesh, num_gpus()
+    return [f"cuda:{gpu_of(mesh, rank, gpus)}" for rank in range(mesh.num_ranks)]
 
 
 def _attention(asked: AttentionName, device: Literal["cpu", "cuda"]) -> Literal["torch", "triton"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -69,6 +70,16 @@ def read_config(directory: Path) -> ServeConfig:
 def trace_folder(directory: Path) -> Path:
     """Where the ranks of `directory` record their steps."""
     return directory / "trace"
+
+
+def stacks_file(directory: Path, who: str) -> Path:
+    """Where a process of `directory` writes its stacks when it is asked to, or crashes."""
+    return directory / "stacks" / f"{slug(who)}.txt"
+
+
+def slug(who: str) -> str:
+    """A process's name for a file: `worker-rank-1-stage-1`."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", who).strip("-")
 
 
 def _parent() -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import time
@@ -67,7 +68,13 @@ class Screen:
         """A line of its own, below whatever is there."""
         clear = "\r\x1b[K" if self._open_line else ""
         self._open_line = False
-        print(f"{clear}{text}", file=self._stream, flush=True)
+        self._write(f"{clear}{text}\n")
+
+    def _write(self, text: str) -> None:
+        # A log on a full disk, or a terminal that has gone, is no reason to stop serving.
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+            self._stream.flush()
 
     def progress(self, event: Progress) -> None:
         """Take in one process's progress and show the sum over those that do the same work."""
@@ -76,8 +83,7 @@ class Screen:
         began_s, before = self._began.setdefault(event.text, (now, done))
         text = progress_text(event.text, done, total, (done - before, now - began_s))
         if self._tty:
-            self._stream.write(f"\r\x1b[K{text}")
-            self._stream.flush()
+            self._write(f"\r\x1b[K{text}")
             self._open_line = True
             return
         due = event.text != self._shown_text or done >= total or now - self._shown_s >= LINE_PERIOD_S

@@ -4,82 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 from headrace.config import ServeConfig
 from headrace.errors import UserError
-from headrace.supervise.child import Ended, Progress, Ready
-from headrace.supervise.failure import failures_in, settle
+from headrace.supervise.diagnostics import Evidence, diagnostics_root, save
 from headrace.supervise.forecast import compare, remember
-from headrace.supervise.group import Event, ProcessGroup
-from headrace.supervise.launch import Command, engine_commands
+from headrace.supervise.group import ProcessGroup
+from headrace.supervise.launch import engine_commands
 from headrace.supervise.life import Life
 from headrace.supervise.listen import check_address
 from headrace.supervise.notify import Notifier
-from headrace.supervise.prepare import Prepared, prepare
+from headrace.supervise.prepare import Prepared, devices_of, prepare
 from headrace.supervise.private import PrivateDir, trace_folder, write_config
 from headrace.supervise.screen import Screen, ready_json, ready_text, stop_text
+from headrace.supervise.vitals import limits_of
+from headrace.supervise.watch import OnEnd, OnFailure, OnReady, Stopped, StopSignals, Watch
 from headrace.telemetry.log import setup
 from headrace.telemetry.trace import save_trace
-
-STOP_GRACE_S = 8.0
-"""A clean stop: requests drain, then the engine and the workers end."""
-FAULT_GRACE_S = 3.0
-"""After a failure: time to end for those that still can."""
-WAIT_S = 1.0
-
-OnReady = Callable[[Mapping[str, Any], Mapping[str, Any], float], None]
-"""Called once with the fields of the engine's and of the HTTP process's `Ready` and the seconds since the start."""
-
-
-OnEnd = Callable[[Mapping[str, Any]], None]
-"""Called once when every process has ended, with the fields of the engine's `Ended`; empty after a failure."""
-
-
-class Stopped(BaseException):
-    """A stop was asked for while nothing was running yet."""
-
-
-class StopSignals:
-    """SIGINT, SIGTERM and SIGHUP as a request to stop. A second one kills what is still there at once.
-
-    The previous handlers come back when the context is left. Main thread only.
-    """
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._group: ProcessGroup | None = None
-        self._previous: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # nohup asks to outlive the terminal.
-            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue
-            self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def stop_group(self, group: ProcessGroup) -> None:
-        """From now on a signal wakes `group`'s wait instead of raising `Stopped`."""
-        self._group = group
-
-    def _handle(self, _signal: int, _frame: FrameType | None) -> None:
-        if self._group is None:
-            raise Stopped
-        if self.requested:
-            self._group.kill()
-        self.requested = True
-        self._group.wake()
 
 
 def serve(config: ServeConfig) -> int:
@@ -102,59 +48,31 @@ def serve(config: ServeConfig) -> int:
             with PrivateDir() as private:
                 write_config(private.path, prepared.config)
                 transport = prepared.config.engine.run.transport
-                commands = engine_commands(private.path, prepared.mesh, http=True, transport=transport)
-                announce, conclude = _announce(prepared, screen), _conclude(prepared, screen, private.path)
-                return watch(commands, signals, screen, announce, conclude, life, start=start)
+                commands = engine_commands(
+                    private.path,
+                    prepared.mesh,
+                    http=True,
+                    transport=transport,
+                    devices=devices_of(prepared),
+                    on_terminal=sys.stderr.isatty(),
+                )
+                return Watch(
+                    commands=commands,
+                    signals=signals,
+                    screen=screen,
+                    life=life,
+                    on_ready=_announce(prepared, screen),
+                    on_end=_conclude(prepared, screen, private.path),
+                    on_failure=_keep(prepared, screen, private.path),
+                    limits=limits_of(prepared.config.engine.run),
+                    drain_s=prepared.config.http.drain_timeout_s,
+                    start_s=start,
+                ).run()
     except Stopped:
         return 0
     except UserError as error:
         life.failed(str(error))
         raise
-
-
-def watch(
-    commands: Sequence[Command],
-    signals: StopSignals,
-    screen: Screen,
-    on_ready: OnReady,
-    on_end: OnEnd,
-    life: Life,
-    *,
-    start: float,
-) -> int:
-    """Start the processes, stay until a signal or a failure, leave none behind; returns the exit code."""
-    ready: dict[str, Mapping[str, Any]] = {}
-    with ProcessGroup(commands) as group:
-        signals.stop_group(group)
-        group.start()
-        while True:
-            events = [] if signals.requested else group.wait(WAIT_S)
-            if signals.requested:
-                life.draining()
-                on_end(_last_words(group.stop(STOP_GRACE_S)))
-                return 0
-            if failures_in(events):
-                failure = settle(group, events)
-                life.failed(failure.line)
-                group.stop(FAULT_GRACE_S, ordered=False)
-                on_end({})
-                # Last: it is what matters, and what others look for.
-                screen.line(f"headrace serve: {failure.line}")
-                return failure.exit_code
-            for event in events:
-                if isinstance(event, Progress):
-                    screen.progress(event)
-                    life.progress(event)
-                elif isinstance(event, Ready) and event.who not in ready:
-                    ready[event.who] = event.fields
-                    if event.who in ("engine", "http") and ready.keys() >= {"engine", "http"}:
-                        on_ready(ready["engine"], ready["http"], time.monotonic() - start)
-                        life.ready(f"ready at {ready['http'].get('url', '')}")
-            life.tick(lambda: group.suspended)
-
-
-def _last_words(events: Sequence[Event]) -> Mapping[str, Any]:
-    return next((event.fields for event in events if isinstance(event, Ended) and event.who == "engine"), {})
 
 
 def _announce(prepared: Prepared, screen: Screen) -> OnReady:
@@ -185,6 +103,17 @@ def _announce(prepared: Prepared, screen: Screen) -> OnReady:
                 print(text, flush=True)
 
     return announce
+
+
+def _keep(prepared: Prepared, screen: Screen, directory: Path) -> OnFailure:
+    root = diagnostics_root(prepared.config.diagnostics)
+
+    def keep(evidence: Evidence, group: ProcessGroup) -> None:
+        folder = save(root, evidence, prepared.config, directory, group)
+        if folder is not None:
+            screen.line(f"diagnostics in {folder}")
+
+    return keep
 
 
 def _conclude(prepared: Prepared, screen: Screen, directory: Path) -> OnEnd:

@@ -24,6 +24,8 @@ from headrace.worker.peer_memory import can_reach
 
 OWN_TIMEOUT_FACTOR = 3
 """The library's own deadline, in ours: ours must end first, for its message names the edge."""
+TRY_S = 30.0
+"""A link's first transfer takes milliseconds, or it does not work."""
 EDGE_CTAS = 4
 """Multiprocessors that a transfer between two GPUs may take from the step that computes beside it."""
 
@@ -126,7 +128,7 @@ class _Connector:
         axis = Axis.at(mesh.tensor(rank), tensor_group, name, self.timeout_s, one_shot)
         self._warm(axis)
         if one_shot is not None:
-            one_shot.try_out(self.timeout_s)
+            one_shot.try_out(min(self.timeout_s, TRY_S))
         return Comm(
             axis,
             Axis.at(mesh.expert(rank), None, "expert"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from headrace.step import (
     WorkerMessage,
     WorkerStats,
 )
+from headrace.supervise.beat import Pulse
 from headrace.worker.load_log import LoadLog
 from headrace.worker.prepare import kv_memory, prepare
 from headrace.worker.profile import Profile
@@ -62,15 +62,25 @@ def enough_memory(otherwise: str) -> Iterator[None]:
 class Worker:
     """One rank. `run` returns when the engine says stop, or after `stop` was called."""
 
-    def __init__(self, socket: zmq.Socket[bytes], rank: int, pid: int, trace_folder: Path) -> None:
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        rank: int,
+        pid: int,
+        trace_folder: Path,
+        pulse: Pulse,
+        *,
+        on_terminal: bool = False,
+    ) -> None:
         self._socket, self._rank, self._pid, self._trace_folder = socket, rank, pid, trace_folder
+        self._pulse = pulse
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(ToWorkerMessage).decode
         self._stopped = False
         self._next_stats_s = 0.0
         self._next_progress_s = 0.0
         # On a terminal the supervisor has one line for all ranks, which must stay whole.
-        self._load_log = LoadLog(log.debug if sys.stderr.isatty() else log.info)
+        self._load_log = LoadLog(log.debug if on_terminal else log.info)
         self._told: WorkerStats | None = None
 
     def stop(self) -> None:
@@ -79,25 +89,31 @@ class Worker:
 
     def run(self) -> None:
         """Join, load, execute."""
+        self._pulse.say("")
         self._send(Join(self._rank, self._pid))
         start = self._expect(Start)
         if start is None:
             return
         config = msgspec.msgpack.decode(start.config, type=EngineConfig)
+        self._pulse.say("connecting")
         with enough_memory("the weights of its layers do not fit: more --pp or --tp take fewer on each"):
             stage = bring_up(config, self._rank, start.store, self._progress)
+        self._pulse.say("measuring what a step takes")
         with enough_memory("a step does not fit beside the weights: a smaller --chunk or --max-running takes less"):
             kv = kv_memory(stage)
         self._send(Loaded(self._rank, stage.weight_bytes, stage.page_bytes, kv, stage.load_s))
+        self._pulse.say("")
         allocate = self._expect(Allocate)
         if allocate is None:
             return
+        self._pulse.say("preparing to run plans")
         with enough_memory("the KV cache does not fit: a smaller --kv-memory takes less"):
             prepared = prepare(stage, allocate.num_pages, allocate.max_len, self._trace_folder)
         if stage.config.model.attention == "triton":
             on_compile(lambda name: log.warning("%s was made while requests wait: no step before was like it", name))
         runner = prepared.runner
         self._send(Prepared(self._rank, prepared.kv_bytes, runner.backend, prepared.graph_bytes))
+        self._pulse.follow(runner.work)
         self._execute(runner)
 
     def _execute(self, runner: Runner) -> None:
@@ -148,6 +164,7 @@ class Worker:
         self._socket.send(self._encode(message))
 
     def _progress(self, done: int, total: int) -> None:
+        self._pulse.say("loading weights" if done < total else "preparing weights")
         self._load_log.progress(done, total)
         now = time.monotonic()
         if done >= total or now >= self._next_progress_s:

@@ -19,6 +19,7 @@ from headrace.layers.decoder import Decoder
 from headrace.mesh import Mesh
 from headrace.spec import ModelSpec
 from headrace.step import ROW_WIDTH, StepPlan, StepResult, TokenLogprobs, WorkerStats, pack, unpack
+from headrace.supervise.beat import Work
 from headrace.telemetry.trace import Trace
 from headrace.worker.batch import Rows
 from headrace.worker.clock import Clock, Part, make_clocks
@@ -98,6 +99,8 @@ class Runner:
         self._last_done_s = 0.0
         self._clocks = make_clocks(device)
         self._num_steps = self._num_tokens = 0
+        self._executing: int | None = None
+        """Plan that the host is at."""
 
     @property
     def backend(self) -> str:
@@ -122,6 +125,15 @@ class Runner:
     def settle(self) -> bool:
         """Count the sends that have ended meanwhile; whether all have."""
         return self._clocks.settle()
+
+    def work(self) -> Work:
+        """For the beats. Runs in another thread, and may raise IndexError where that comes in between."""
+        plan = self._executing
+        if plan is not None:
+            return Work(f"plan {plan}", self._num_steps, inside=True)
+        if self._flying:
+            return Work(f"plan {self._flying[0].held.plan.plan_id} on the device", self._num_steps)
+        return Work(f"plan {self._held[0].plan.plan_id}" if self._held else "", self._num_steps)
 
     def stats(self) -> WorkerStats:
         """Counters since start."""
@@ -163,6 +175,7 @@ class Runner:
         """Run the oldest held plan."""
         held = self._held.popleft()
         plan, rows = held.plan, held.rows
+        self._executing = plan.plan_id
         clock = self._clocks.start(held.taken_ns)
         for new in self._mirror.apply(plan):
             if self._sampler is not None:
@@ -197,6 +210,7 @@ class Runner:
             # What left the window has arrived; tokens that nobody continues from are not kept for ever.
             self._take_tokens(plan.plan_id - self._window)
         self._flying.append(flying)
+        self._executing = None
 
     def results(self) -> Iterator[StepResult]:
         """What is done, in plan order; only the sampling rank has something to tell.

@@ -112,7 +112,8 @@ def find_peaks(logits_RV: torch.Tensor, chunk: int) -> Peaks:
     assert logits_RV.dtype in (torch.bfloat16, torch.float32) and logits_RV.stride(1) == 1, logits_RV.dtype
     assert rows and vocab < 2**30
     chunks = triton.cdiv(vocab, chunk)
-    span = chunk * max(1, chunks * rows // 2048)
+    # By powers of two: every span is a kernel of its own.
+    span = chunk << max(0, (chunks * rows // 2048).bit_length() - 1)
     parts = triton.cdiv(vocab, span)
     device = logits_RV.device
     value = torch.empty(rows, parts, dtype=torch.float32, device=device)

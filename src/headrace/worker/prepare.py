@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.errors import UserError
-from headrace.kernels.sampling import sample
+from headrace.kernels.sampling import argmax, sample
 from headrace.plan.reserve import EXPAND_MOST, GRAPH_BYTES, LOGIT_COPIES, MARGIN, ladder, plans_in_window
 from headrace.supervise.devices import ranks_per_gpu
 from headrace.telemetry.trace import Trace
@@ -184,11 +184,13 @@ def _warm(stage: Stage, parts: _Parts, max_len: int) -> None:
         _run(stage, parts, start=0, count=count)
         if beside and count < most:
             _run(stage, parts, start=0, count=count, beside=True)
-    if stage.model.head is not None and stage.config.model.attention == "triton":
+    if stage.model.head is not None:
         for rows in ladder(schedule.max_running):
-            logits = torch.zeros(rows, stage.spec.vocab_size, dtype=stage.dtype, device=stage.device)
             one = torch.ones(rows, device=stage.device)
-            sample(logits, one, one.int(), one, one, one.double() / 2)
+            for dtype in (stage.dtype, torch.float32):  # the latter where penalties were added
+                logits = torch.zeros(rows, stage.spec.vocab_size, dtype=dtype, device=stage.device)
+                argmax(logits)
+                sample(logits, one, one.int(), one, one, one.double() / 2)
     torch.cuda.synchronize(stage.device)
 
 

@@ -30,7 +30,8 @@ class Case:
 @pytest.mark.parametrize("case", [Case(2)], ids=["two"])
 def test_two_gpus_are_measured(case: Case, tmp_path: Path) -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-    env = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     env["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[: case.num_gpus])
     out = tmp_path / "here.toml"
     command = [sys.executable, "-m", "headrace", "probe", "--quick", "--path", str(tmp_path), "--out", str(out)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from headrace.schedule.request import Job
 from headrace.step import ROW_WIDTH, Register, StepPlan, pack
 
@@ -31,11 +33,16 @@ class Flight:
             self.pages += (job.slot, page)
         job.num_told = len(job.pages)
 
-    def add_decodes(self, jobs: list[Job]) -> list[Job]:
-        """Compute the token that each job will have sampled by then, and sample the next; return whom that ends."""
+    def add_decodes(self, jobs: list[Job], grow: Callable[[Job, int, Flight], None]) -> list[Job]:
+        """Compute the token that each job will have sampled by then, and sample the next; return whom that ends.
+
+        grow: gives a job pages up to a position.
+        """
         rows, plan_id, closed = self.rows, self.plan_id, []
         for job in jobs:
             start = job.num_computed
+            if start == job.capacity:
+                grow(job, start + 1, self)
             rows += (job.slot, start, 1, 1)
             job.num_computed = start + 1
             job.num_tokens = end = start + 2

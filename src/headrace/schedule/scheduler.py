@@ -145,11 +145,11 @@ class Scheduler:
         self._admit()
         while True:
             self._return_ahead()
-            num_decodes, picked = self._pick()
-            if not picked:
+            decodes, prompts = self._pick()
+            if not decodes and not prompts:
                 return None
-            if self._fits(picked):
-                return self._issue(num_decodes, picked, now)
+            if self._fits(decodes, prompts):
+                return self._issue(decodes, prompts, now)
             self._preempt(max(self._running, key=rank_of))
 
     def commit(self, result: StepResult, now: float) -> list[Event]:
@@ -248,8 +248,8 @@ class Scheduler:
         """A plan in flight."""
         return self._flights[plan_id - self._flights[0].plan_id]
 
-    def _pick(self) -> tuple[int, list[tuple[Job, int]]]:
-        """Choose rows, as (job, count): first so many decode rows, then prompt chunks. Prompts take what is cached."""
+    def _pick(self) -> tuple[list[Job], list[tuple[Job, int]]]:
+        """Choose decode rows, and prompt chunks as (job, count). Prompts take what is cached."""
         num_decoding, num_ready = len(self._running) - len(self._prefilling), len(self._ready)
         out = [flight.num_returning for flight in self._flights]
         targets = self._balance.sizes(num_decoding, self._ways) if num_ready else None
@@ -260,39 +260,40 @@ class Scheduler:
         # Prompts get some of every plan, however many decode: else one would wait for whole answers to end.
         kept = -(-self.config.chunk // PROMPT_SHARE) if self._prefilling and self.config.chunk > 1 else 0
         num_decodes = min(num_decodes, self.config.chunk - kept)
-        picked = [(job, 1) for job in islice(self._ready, num_decodes)]
+        decodes, picked = list(islice(self._ready, num_decodes)), []
         if self._prefilling:
             for job in self._prefilling:
                 self._follow(job)
             prompts = [(job.num_computed, job.num_tokens - job.num_computed) for job in self._prefilling]
             room, num_decoding = self.config.chunk - num_decodes, len(self._running) - len(self._prefilling)
             counts = prompt_counts(prompts, room, num_decoding, self._ways, self.config.curve)
-            picked += [(job, count) for job, count in zip(self._prefilling, counts, strict=True) if count]
-        return num_decodes, picked
+            picked = [(job, count) for job, count in zip(self._prefilling, counts, strict=True) if count]
+        return decodes, picked
 
-    def _fits(self, picked: list[tuple[Job, int]]) -> bool:
+    def _fits(self, decodes: list[Job], prompts: list[tuple[Job, int]]) -> bool:
         """Whether the free pages hold all picked rows."""
         if self._pool.num_free >= self.config.chunk:  # no row needs more pages than it has tokens
             return True
-        needed = 0
-        for job, count in picked:
+        needed = sum(job.num_computed == job.capacity for job in decodes)
+        for job, count in prompts:
             end = job.num_computed + count
             if end > job.capacity:
                 needed += self._pool.pages_for(end) - len(job.pages)
         return needed <= self._pool.num_free
 
-    def _issue(self, num_decodes: int, picked: list[tuple[Job, int]], now: float) -> StepPlan:
+    def _issue(self, decodes: list[Job], prompts: list[tuple[Job, int]], now: float) -> StepPlan:
         """Turn picked rows into a plan in flight."""
         flight = Flight(self._next_plan_id)
         self._next_plan_id += 1
         free, self._freed = self._freed, []
         self._slots += free
-        decodes = [self._ready.popleft() for _ in range(num_decodes)]
-        for job in decodes:
-            if job.num_computed == job.capacity:
-                self._grow(job, job.num_computed + 1, flight)
-        closed = flight.add_decodes(decodes)
-        for job, count in picked[num_decodes:]:
+        if len(decodes) == len(self._ready):
+            self._ready.clear()
+        else:
+            for _ in decodes:
+                self._ready.popleft()
+        closed = flight.add_decodes(decodes, self._grow)
+        for job, count in prompts:
             # Prompts before it in this plan may be alike: it goes on where they end. They hold what it takes, so the
             # pages that were found to be free still are.
             self._follow(job, only_held=True)

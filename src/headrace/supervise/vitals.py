@@ -152,7 +152,11 @@ class Vitals:
             return None
         who = self._slowest()
         assert who is not None
-        return Failed(who, _stalled(idle, self._all[who].beat), at_s=self._moved_s)
+        one = self._all[who]
+        if now - one.heard_s >= SUSPECT_S:
+            # What its last beat said is not what it is at now.
+            return Failed(who, f"no sign of life for {now - one.heard_s:.0f} s{_where(one.beat)}", at_s=one.heard_s)
+        return Failed(who, _stalled(idle, one.beat), at_s=self._moved_s)
 
     def _slowest(self) -> str | None:
         """Whose work is in the way: not one that waits for another rank, nor the engine, which waits for all."""

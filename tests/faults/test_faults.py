@@ -6,8 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 
-import pytest
-
 from tests.faults.cells import CELLS, NUM_STAGES, Cell, place
 from tests.faults.service import run_cell
 from tests.tiny import write_tiny
@@ -31,17 +29,17 @@ def test_a_fault_of_every_kind_is_named_told_and_leaves_nothing(tmp_path: Path) 
     assert {outcome.cell.name: outcome.problems for outcome in outcomes if outcome.problems} == {}
 
 
-@pytest.mark.parametrize("cell", [*CELLS, *HERE], ids=lambda cell: cell.name)
-def test_every_cell_has_its_place(cell: Cell) -> None:
-    assert place(cell.who)
-    assert cell.when == "always" or cell.pattern(NUM_STAGES)
-    if cell.when != "always":
-        name, function = cell.point
-        owner: object = import_module(name)
-        *path, last = function.split(".")
-        for part in path:
-            owner = getattr(owner, part)
-        assert last in vars(owner), "a function of that name, which the fault is put before"
+def test_every_cell_has_its_place() -> None:
+    for cell in (*CELLS, *HERE):
+        assert place(cell.who)
+        assert cell.pattern(NUM_STAGES)
+        if cell.when != "always":
+            name, function = cell.point
+            owner: object = import_module(name)
+            *path, last = function.split(".")
+            for part in path:
+                owner = getattr(owner, part)
+            assert last in vars(owner), "a function of that name, which the fault is put before"
 
 
 def test_no_cell_is_there_twice() -> None:

@@ -142,7 +142,7 @@ class Vitals:
         silence = now - one.heard_s
         patient = one.beat is None or now - one.worked_s < WORKING_S
         if silence >= (max(limits.stall_s, limits.silent_s) if patient else limits.silent_s):
-            return Failed(who, f"no sign of life for {silence:.0f} s{_where(one.beat)}", at_s=one.heard_s)
+            return Failed(who, f"no sign of life for {silence:.0f} s{_last(one.beat)}", at_s=one.heard_s)
         if one.beat is not None and one.beat.turns >= 0 and now - one.turned_s >= limits.stall_s:
             return _not_running(who, one, now) or Failed(
                 who, f"stalled for {now - one.turned_s:.0f} s{_where(one.beat)}", at_s=one.turned_s
@@ -238,7 +238,7 @@ def _not_running(who: str, one: _One, now: float) -> Failed | None:
     if one.stopped_s is not None:
         return Failed(who, _stopped(now - one.stopped_s), at_s=one.stopped_s)
     if one.beat is not None and now - one.heard_s >= SUSPECT_S:
-        return Failed(who, f"no sign of life for {now - one.heard_s:.0f} s{_where(one.beat)}", at_s=one.heard_s)
+        return Failed(who, f"no sign of life for {now - one.heard_s:.0f} s{_last(one.beat)}", at_s=one.heard_s)
     return None
 
 
@@ -258,3 +258,7 @@ def _stalled(seconds: float, beat: Beat | None) -> str:
 
 def _where(beat: Beat | None) -> str:
     return f", at {beat.where}" if beat is not None and beat.where else ""
+
+
+def _last(beat: Beat | None) -> str:
+    return f", last at {beat.where}" if beat is not None and beat.where else ""

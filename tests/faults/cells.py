@@ -148,7 +148,7 @@ LEFT_OUT = (
     ("SIGKILL, SIGSTOP, exception, prefill, last stage and HTTP", "between the last two rows of a prompt and the first "
      "of its answer the same code runs as at decode"),
     ("hang, supervisor", "nothing of ours watches the supervisor: the service goes on without it, and the service "
-     "manager's watchdog ends it (docs/service.md); a test holds that it is then no longer fed"),
+     "manager's watchdog, no longer fed, is what ends it (docs/service.md); that needs systemd and was not run"),
     ("prefill, supervisor", "the supervisor does not know prompts from answers"),
     ("closed sockets, load and warm-up", "as a peer that is killed there: the same error on the same socket"),
     ("out of memory, HTTP", "within a request it is an exception there; the system's own kill is a SIGKILL"),

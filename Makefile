@@ -1,6 +1,7 @@
 # make demo   a model answers through a two-stage pipeline on this machine, then everything stops
 # make serve  the same model served until Ctrl-C; ARGS="--pp 1 --port 9000" or ARGS=/path/to/model change it
 # make test   everything that must hold: make check, then the tests
+# make faults puts faults into real services and writes docs/faults.md; make soak runs one for ten minutes (MINUTES=60)
 # make gpu-test  kernels and engines on the GPUs here; make gpu-bench LAYOUT=tp2 measures a layout
 # PYTHON=python3.12 picks the interpreter that .venv is made with; JOBS=4 runs so many tests at once.
 
@@ -8,6 +9,7 @@ PYTHON ?= python3
 JOBS ?= 2
 ARGS ?= --pp 2 --device cpu
 LAYOUT ?= pp2
+MINUTES ?= 10
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,7 +20,7 @@ QUIET := -qq --progress-bar off
 # Little of what is installed is ever imported. It is compiled then, once, rather than all of it before anything runs.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test check parity gpu-test gpu-bench clean
+.PHONY: demo serve test check parity faults soak gpu-test gpu-bench clean
 
 demo: $(DONE)/package $(DONE)/model
 	@$(BIN)/python docs/demo.py
@@ -38,6 +40,12 @@ check: $(DONE)/package $(DONE)/dev
 
 parity: $(DONE)/package $(DONE)/dev $(DONE)/model
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m parity
+
+faults: $(DONE)/package $(DONE)/dev
+	@PYTHONPATH=src $(BIN)/python -m tests.faults --out docs/faults.md
+
+soak: $(DONE)/package $(DONE)/dev
+	@PYTHONPATH=src $(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 gpu-test: $(DONE)/package $(DONE)/dev
 	@$(BIN)/python -m pytest -n 0 -m gpu tests/gpu

@@ -13,7 +13,7 @@ import pytest
 
 from headrace.api.server import HttpProcess, bind, url_of
 from headrace.config import HttpConfig
-from headrace.errors import PeerLost, UserError
+from headrace.errors import Fault, PeerLost, UserError
 from headrace.step import EngineStatus
 from tests.api.harness import make_service
 from tests.fakes.engine import READY, FakeEngine
@@ -134,6 +134,17 @@ def test_an_engine_that_cannot_be_joined_ends_the_process(tmp_path: Path) -> Non
 
     engine = Unreachable(status=EngineStatus("starting"))
     with pytest.raises(PeerLost, match="did not listen"):
+        _run(tmp_path, engine, script)
+
+
+def test_a_socket_that_no_longer_listens_ends_the_process(tmp_path: Path) -> None:
+    engine = FakeEngine()
+
+    async def script(process: HttpProcess, _client: httpx.AsyncClient, _announced: list[str]) -> None:
+        process._sockets[0].shutdown(socket.SHUT_RDWR)
+        await engine.until(lambda: engine.stopped)
+
+    with pytest.raises(Fault, match="the socket that listens at http://127.0.0.1:.* has been shut"):
         _run(tmp_path, engine, script)
 
 

@@ -129,6 +129,36 @@ def test_work_that_nobody_gets_on_with_is_a_stall_of_who_holds_it_up() -> None:
     assert failed.message == "stalled for 60 s in plan 7, at layers/decoder.py forward:50"
 
 
+def test_a_rank_that_has_not_taken_its_plan_in_is_named_and_not_who_waits_for_it() -> None:
+    room = Room()
+    room.say("engine", doing="work for 1 plans in flight", turns=0)
+    room.say(FIRST, done=7, where="worker/loop.py _patience_ms:160")
+    room.say(SECOND, doing="plan 7", done=7, waits=True)
+    failed, _ = room.seconds(100)
+    assert failed is not None
+    assert (failed.who, failed.message) == (FIRST, "stalled for 60 s, at worker/loop.py _patience_ms:160")
+
+
+def test_a_rank_that_has_done_its_part_is_not_named_for_one_that_waits() -> None:
+    room = Room()
+    room.say("engine", doing="work for 1 plans in flight", turns=0)
+    room.say(FIRST, done=8)
+    room.say(SECOND, doing="plan 7", done=7, waits=True)
+    failed, _ = room.seconds(100)
+    assert failed is not None and failed.who == SECOND
+
+
+def test_of_a_stall_with_one_that_does_not_run_that_one_is_named() -> None:
+    room = Room(Limits(stall_s=4.0))
+    room.say("engine", doing="work for 1 plans in flight", turns=0)
+    room.say(SECOND, doing="plan 7", waits=True)
+    room.second()
+    room.beats[FIRST], room.signs[FIRST] = None, Sign(cpu_s=1.0)
+    failed, _ = room.seconds(100)
+    assert failed is not None
+    assert (failed.who, failed.message) == (FIRST, "no sign of life for 4 s")
+
+
 def test_progress_anywhere_is_no_stall() -> None:
     room = Room()
     room.say(FIRST, doing="preparing to run plans")

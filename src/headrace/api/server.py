@@ -13,7 +13,7 @@ from headrace.api.app import create_app
 from headrace.api.engine import Engine
 from headrace.api.service import ServedModel, Service
 from headrace.config import HttpConfig, ServeConfig
-from headrace.errors import PeerLost, UserError
+from headrace.errors import Fault, PeerLost, UserError
 from headrace.supervise.beat import Work
 from headrace.telemetry.metrics import Metrics
 from headrace.text.chat import load_chat_template
@@ -70,6 +70,14 @@ def bind(http: HttpConfig) -> list[socket.socket]:
     if not sockets:
         raise UserError(f"{where}: {problem.strerror if problem else 'no address'}")
     return sockets
+
+
+def listens(listener: socket.socket) -> bool:
+    """Whether a socket that was made to listen still does."""
+    try:
+        return bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    except OSError:
+        return False
 
 
 def url_of(http: HttpConfig, listener: socket.socket) -> str:
@@ -145,12 +153,15 @@ class HttpProcess:
             raise PeerLost(f"the engine is lost: {lost}")
 
     async def _watch(self, tasks: tuple[asyncio.Task[None], ...], on_ready: Callable[[str], None]) -> None:
-        """Wait for a stop or the loss of the engine. Raises what a task raised."""
+        """Wait for a stop or the loss of the engine. Raises what a task raised, and Fault where nobody can connect."""
         announced = False
         while not self._is_ending and self._service.engine.lost is None:
             for task in tasks:
                 if task.done():
                     task.result()
+            if not all(map(listens, self._sockets)):
+                # Nobody could come any more, and all else would look well.
+                raise Fault(f"the socket that listens at {self.url} has been shut")
             if not announced and self._server.started and self._service.not_ready is None:
                 announced = True
                 on_ready(self.url)

@@ -213,7 +213,8 @@ def failure_of(who: str, error: BaseException) -> Failed:
         return Failed(who=who, message=one_line(str(error)), user_error=True)
     if isinstance(error, Fault):
         return Failed(who=who, message=one_line(str(error)), secondary=isinstance(error, PeerLost))
-    return Failed(who=who, message=one_line(f"{type(error).__name__}: {error}"))
+    kind, said = type(error).__name__, str(error)
+    return Failed(who=who, message=one_line(f"{kind}: {said}" if said else kind))
 
 
 def run_child(who: str, main: Callable[[], None], reporter: Reporter, *, at_once: bool = False) -> NoReturn:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config import ServeConfig
-from headrace.errors import UserError
+from headrace.errors import Fault, UserError
 from headrace.supervise.diagnostics import Evidence, diagnostics_root, save
 from headrace.supervise.forecast import compare, remember
 from headrace.supervise.group import ProcessGroup
@@ -31,7 +31,7 @@ from headrace.telemetry.trace import save_trace
 def serve(config: ServeConfig) -> int:
     """Run the service until it is stopped or fails; returns the exit code: 0, 1 for a fault, 2 for a user's error.
 
-    Raises UserError for what is refused before any process starts.
+    Raises UserError for what is refused before any process starts, Fault where the system refuses what a start needs.
     """
     start = time.monotonic()
     setup("serve")
@@ -73,6 +73,11 @@ def serve(config: ServeConfig) -> int:
     except UserError as error:
         life.failed(str(error))
         raise
+    except OSError as error:
+        # Of the private directory: all that runs later sees to its own.
+        where = f"{error.filename}: " if error.filename else ""
+        life.failed(str(error))
+        raise Fault(f"cannot be started: {where}{error.strerror or error}") from error
 
 
 def _announce(prepared: Prepared, screen: Screen) -> OnReady:

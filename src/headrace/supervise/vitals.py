@@ -22,6 +22,8 @@ PAUSE_S = 5.0
 """A watch that did not look for so long was itself stopped: what it did not see is nobody's fault."""
 WORKING_S = 5.0
 """A silent process is given more time while the system saw it compute or read within so many seconds."""
+RANK = "worker rank "
+"""How the names of ranks begin."""
 AT_WORK = 0.05
 """Share of one processor that counts as computing there."""
 
@@ -36,8 +38,8 @@ class Limits:
     """The same while somebody is seen to compute: the longest step."""
     silent_s: float = 10.0
     """No beat, and no work seen by the system; one that is seen to work has `stall_s`, as has a first beat."""
-    stopped_s: float = 5.0
-    """Stopped by a signal."""
+    stopped_s: float = 4.0
+    """Stopped by a signal: found a second later at most, so that all is over within ten."""
 
 
 def limits_of(run: RunConfig) -> Limits:
@@ -140,9 +142,11 @@ class Vitals:
         silence = now - one.heard_s
         patient = one.beat is None or now - one.worked_s < WORKING_S
         if silence >= (max(limits.stall_s, limits.silent_s) if patient else limits.silent_s):
-            return Failed(who, f"no sign of life for {silence:.0f} s{_where(one.beat)}", at_s=one.heard_s)
+            return Failed(who, f"no sign of life for {silence:.0f} s{_last(one.beat)}", at_s=one.heard_s)
         if one.beat is not None and one.beat.turns >= 0 and now - one.turned_s >= limits.stall_s:
-            return Failed(who, f"stalled for {now - one.turned_s:.0f} s{_where(one.beat)}", at_s=one.turned_s)
+            return _not_running(who, one, now) or Failed(
+                who, f"stalled for {now - one.turned_s:.0f} s{_where(one.beat)}", at_s=one.turned_s
+            )
         return None
 
     def _stall(self, now: float) -> Failed | None:
@@ -150,13 +154,22 @@ class Vitals:
         unseen = now - max(self._moved_s, self._worked_s)
         if not self._busy or (unseen < limits.stall_s and idle < max(limits.step_s, limits.stall_s)):
             return None
+        absent = self._absent(now)
+        if absent is not None:
+            return absent
         who = self._slowest()
         assert who is not None
         return Failed(who, _stalled(idle, self._all[who].beat), at_s=self._moved_s)
 
     def _slowest(self) -> str | None:
-        """Whose work is in the way: not one that waits for another rank, nor the engine, which waits for all."""
+        """Whose work is in the way: not one that waits for another rank, nor the engine, which waits for all.
+
+        Where all wait it is a rank with nothing in hand: plans go to every rank, and it has not taken its own in.
+        """
         busy = [who for who, one in self._all.items() if one.beat is not None and one.beat.doing]
+        idle = self._idle_behind(busy)
+        if idle is not None:
+            return idle
 
         def order(who: str) -> tuple[bool, bool, float]:
             one = self._all[who]
@@ -164,6 +177,21 @@ class Vitals:
             return one.beat.turns >= 0, one.beat.waits, one.moved_s
 
         return min(busy, key=order, default=None)
+
+    def _idle_behind(self, busy: Iterable[str]) -> str | None:
+        """A rank without work that has done no more than those that all wait for another."""
+        beats = {who: one.beat for who, one in self._all.items() if one.beat is not None and who.startswith(RANK)}
+        waiting = [beats[who] for who in busy if who in beats]
+        if not waiting or not all(beat.waits for beat in waiting):
+            return None
+        least = min(beat.done for beat in waiting)
+        behind = [who for who, beat in beats.items() if not beat.doing and beat.done <= least]
+        return min(behind, key=lambda who: self._all[who].moved_s, default=None)
+
+    def _absent(self, now: float) -> Failed | None:
+        """Who does not run at all, the longest of them."""
+        found = [_not_running(who, one, now) for who, one in self._all.items()]
+        return min((each for each in found if each is not None), key=lambda each: each.at_s, default=None)
 
     def silent(self) -> list[str]:
         """Names of those that are stopped, have not been heard for a while, or do not get on though they should.
@@ -183,17 +211,15 @@ class Vitals:
         First who does not run at all, then who has work in its own hands and does not get on; the longest of each.
         """
         now = self._clock()
-        found: list[tuple[int, float, Failed]] = []
-        for who, one in self._all.items():
-            beat = one.beat
-            if one.stopped_s is not None:
-                found.append((0, one.stopped_s, Failed(who, _stopped(now - one.stopped_s), at_s=one.stopped_s)))
-            elif beat is not None and now - one.heard_s >= SUSPECT_S:
-                message = f"no sign of life for {now - one.heard_s:.0f} s{_where(beat)}"
-                found.append((0, one.heard_s, Failed(who, message, at_s=one.heard_s)))
-            elif beat is not None and _is_in_hand(beat) and now - one.moved_s >= SUSPECT_S:
-                found.append((1, one.moved_s, Failed(who, _stalled(now - one.moved_s, beat), at_s=one.moved_s)))
-        return min(found, key=lambda each: each[:2])[2] if found else None
+        absent = self._absent(now)
+        if absent is not None:
+            return absent
+        found = [
+            Failed(who, _stalled(now - one.moved_s, one.beat), at_s=one.moved_s)
+            for who, one in self._all.items()
+            if one.beat is not None and _is_in_hand(one.beat) and now - one.moved_s >= SUSPECT_S
+        ]
+        return min(found, key=lambda each: each.at_s, default=None)
 
     def beats(self) -> dict[str, Beat | None]:
         """The last beat of everyone, for the record."""
@@ -205,6 +231,15 @@ def _is_quiet(one: _One, now: float, late_s: float) -> bool:
     if one.stopped_s is not None or one.beat is None:
         return one.stopped_s is not None
     return now - one.heard_s >= SUSPECT_S or (one.beat.turns >= 0 and now - one.turned_s >= late_s)
+
+
+def _not_running(who: str, one: _One, now: float) -> Failed | None:
+    """What to say of a process that is stopped, or has beaten and does so no more: not what it was at before."""
+    if one.stopped_s is not None:
+        return Failed(who, _stopped(now - one.stopped_s), at_s=one.stopped_s)
+    if one.beat is not None and now - one.heard_s >= SUSPECT_S:
+        return Failed(who, f"no sign of life for {now - one.heard_s:.0f} s{_last(one.beat)}", at_s=one.heard_s)
+    return None
 
 
 def _is_in_hand(beat: Beat) -> bool:
@@ -223,3 +258,7 @@ def _stalled(seconds: float, beat: Beat | None) -> str:
 
 def _where(beat: Beat | None) -> str:
     return f", at {beat.where}" if beat is not None and beat.where else ""
+
+
+def _last(beat: Beat | None) -> str:
+    return f", last at {beat.where}" if beat is not None and beat.where else ""

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, Self
 
+from headrace.errors import Fault, UserError
 from headrace.step import Failed
-from headrace.supervise.child import Ended, Progress, Ready
+from headrace.supervise.child import Ended, Progress, Ready, one_line
 from headrace.supervise.diagnostics import Evidence
 from headrace.supervise.failure import failures_in, settle
 from headrace.supervise.group import Event, Exited, ProcessGroup
@@ -107,12 +108,28 @@ class Watch:
         with ProcessGroup(self.commands) as group:
             self.signals.stop_group(group)
             group.start()
-            attention = _Attention(self, group)
-            while not self.signals.requested:
-                failures = attention.wait(WAIT_S)
-                if failures:
-                    return self._fail(attention, failures)
-            return self._drain(attention)
+            try:
+                return self._watch(_Attention(self, group))
+            except (Fault, UserError):
+                raise
+            except Exception as error:
+                log.debug("the supervisor failed", exc_info=True)
+                raise self._own_fault(group, error) from error
+
+    def _watch(self, attention: _Attention) -> int:
+        while not self.signals.requested:
+            failures = attention.wait(WAIT_S)
+            if failures:
+                return self._fail(attention, failures)
+        return self._drain(attention)
+
+    def _own_fault(self, group: ProcessGroup, error: Exception) -> Fault:
+        """End everything after a mistake of ours: clients hear of it, as of any other."""
+        fault = Fault(f"supervisor: {one_line(f'{type(error).__name__}: {error}')}")
+        self._enter("failed", lambda: self.life.failed(str(fault)))
+        group.tell(str(fault))
+        group.stop(FAULT_GRACE_S, ordered=False)
+        return fault
 
     def _drain(self, attention: _Attention) -> int:
         """End what takes requests, in its own time, while all else is watched on; then end all else."""

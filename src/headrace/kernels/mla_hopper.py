@@ -48,6 +48,20 @@ def supports(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int)
 
 
 @jit
+def _await_inputs(PDL: gl.constexpr):  # type: ignore[no-untyped-def]
+    """As `jit.await_inputs`, whose form this language does not take."""
+    if PDL:
+        gdc_wait()
+
+
+@jit
+def _let_next_start(PDL: gl.constexpr):  # type: ignore[no-untyped-def]
+    """As `jit.let_next_start`."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@jit
 def _copy(kv_v, kv_r, buffer, base, v, r, inside):  # type: ignore[no-untyped-def]
     """Start copying one tile of latent rows; positions outside become zeros.
 
@@ -137,8 +151,7 @@ def latent_sm90(  # type: ignore[no-untyped-def]
     PAIRS: gl.constexpr = gl.SliceLayout(1, SCORES)
     R: gl.constexpr = C - V
 
-    if PDL:  # as `await_inputs` of the others
-        gdc_wait()
+    _await_inputs(PDL)
     tile, split, row = gl.num_programs(0) - 1 - gl.program_id(0), gl.program_id(1), gl.program_id(2)
     slot, start = gl.load(row_slot + row), gl.load(row_start + row)
     count, offset = 1, row
@@ -182,8 +195,7 @@ def latent_sm90(  # type: ignore[no-untyped-def]
         q_V, q_R, kv_V, kv_R, p_MN, cache, table, page, lo, hi, end, n, v, r, scale_log2,
         V, C, S, BLOCK_M, BLOCK_N, SCORES, VALUES,
     )  # fmt: skip
-    if PDL:  # as `let_next_start`
-        gdc_launch_dependents()
+    _let_next_start(PDL)
     total = gl.where(mass > 0, mass, 1.0)
     result = acc / gl.convert_layout(total, gl.SliceLayout(1, VALUES))[:, None]
     if SPLIT and start + count > part:  # else this is the row's only part: there is nothing to merge

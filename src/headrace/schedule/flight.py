@@ -38,18 +38,22 @@ class Flight:
 
         grow: gives a job pages up to a position.
         """
-        rows, plan_id, closed = self.rows, self.plan_id, []
+        plan_id, starts, closed = self.plan_id, [], []
         for job in jobs:
             start = job.num_computed
             if start == job.capacity:
                 grow(job, start + 1, self)
-            rows += (job.slot, start, 1, 1)
-            job.num_computed = start + 1
-            job.num_tokens = end = start + 2
+            starts.append(start)
+            job.num_computed = end = start + 1
+            job.num_tokens = end = end + 1
             job.num_uncommitted += 1
             job.sampled_in = plan_id
             if end == job.limit:
                 closed.append(job)
+        rows = [1] * (ROW_WIDTH * len(jobs))
+        rows[0::ROW_WIDTH] = [job.slot for job in jobs]
+        rows[1::ROW_WIDTH] = starts
+        self.rows += rows
         self.sampled += jobs
         self.num_returning += len(jobs) - len(closed)
         return closed

@@ -44,6 +44,8 @@ class Gpu:
     """What a kernel costs beside its work."""
     overlap: float = 1.0
     """Of the shorter of reading and computing, what hides behind the longer one."""
+    again_share: float = 0.0
+    """Of what reading weights takes, what it costs to unpack them for another block of tokens."""
     link: str = ""
     """Slug of what joins such GPUs in one host."""
     is_cpu: bool = False
@@ -232,6 +234,7 @@ def _gpu(slug: str, entry: Mapping[str, Any]) -> Gpu:
         cache_bytes=int(float(entry["cache_mib"]) * MIB),
         launch_s=entry["launch_us"] * 1e-6,
         overlap=float(entry["overlap"]),
+        again_share=float(entry["again_share"]),
         link=entry["link"],
         source=entry.get("source", ""),
         read_share=float(entry["read_share"]),

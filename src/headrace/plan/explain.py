@@ -45,6 +45,9 @@ def _memory_lines(layout: Layout) -> Iterator[str]:
     shown = _shown(len(layout.stages))
     present = [kind for kind in KINDS if any(stage.weights.get(kind) for stage in layout.stages)]
     rows = [[kind, *(f"{layout.stages[i].weights.get(kind, 0) / GIB:.2f}" for i in shown)] for kind in present]
+    for name in dict.fromkeys(name for stage in layout.stages for name in stage.unused):
+        words = name if layout.stages[0].counts_unused else f"({name}, not loaded)"
+        rows.append([words, *(f"{layout.stages[i].unused.get(name, 0) / GIB:.2f}" for i in shown)])
     for name, words in (
         ("graphs", "CUDA graphs"),
         ("activations", "largest chunk"),

@@ -50,7 +50,7 @@ def test_case_5_the_ends_are_where_they_are_computed() -> None:
 
 def test_case_9_a_small_kv_cache_says_why_with_both_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     """Much is free beside the weights and the cache is small (field notes of K2.5: 4,578 tokens)."""
-    assert run([*EIGHT, "--chunk", "40000", "--max-running", "256"]) == 0
+    assert run([*EIGHT, "--chunk", "16384", "--max-running", "256"]) == 0
     said = capsys.readouterr().out
     assert "weights leave" in said and "the KV cache gets" in said and "a smaller --chunk or --max-running" in said
 

@@ -11,6 +11,7 @@ from headrace.errors import UnsupportedModel
 from headrace.spec import (
     DTYPE_BYTES,
     DenseSpec,
+    Extra,
     GqaSpec,
     Int4Spec,
     LayerSpec,
@@ -158,8 +159,12 @@ def _deepseek_v3(config: Config, architecture: str) -> ModelSpec:
         return spec
     first = spec.num_layers
     indices = "|".join(str(i) for i in range(first, first + mtp))
+    # A layer of its own with its norms and the product of two, and copies of embedding and head, as published.
+    hidden, size = spec.hidden, DTYPE_BYTES[spec.dtype]
+    each = spec.layer_bytes(first - 1) + (2 * hidden * hidden + 3 * hidden) * size + 2 * spec.head_bytes
     return replace(
         spec,
+        extras=(Extra("next-token (MTP)", float(mtp * each), last=True),),
         ignored=(*spec.ignored, rf"model\.layers\.(?:{indices})\..*"),
         notes=(*spec.notes, f"next-token (MTP) layer {', '.join(indices.split('|'))} ignored: not used yet"),
     )
@@ -183,9 +188,25 @@ def _kimi_k25(config: Config, architecture: str) -> ModelSpec:
             r"(?:vision_tower|mm_projector|multi_modal_projector)\..*",
         ),
         notes=(*inner.notes, "vision weights skipped: images are not served"),
+        extras=(*inner.extras, *_vision(config, inner)),
         multimodal=True,
         architecture=architecture,
     )
+
+
+def _vision(config: Config, text: ModelSpec) -> tuple[Extra, ...]:
+    """The tower and its projector: attention and a two-product MLP a layer, patches, places, a merger of four."""
+    vision = config.get("vision_config") or {}
+    if not {"vt_hidden_size", "vt_intermediate_size", "vt_num_hidden_layers"} <= vision.keys():
+        return ()
+    width, inner = vision["vt_hidden_size"], vision["vt_intermediate_size"]
+    layer = width * (4 * width + 2 * inner) + 9 * width + inner
+    patch = 3 * vision.get("patch_size", 14) ** 2 + 1
+    places = vision.get("init_pos_emb_height", 64) * vision.get("init_pos_emb_width", 64)
+    merged = 4 * width
+    projector = merged * (merged + text.hidden) + merged + text.hidden + 2 * width
+    params = vision["vt_num_hidden_layers"] * layer + width * (patch + places + 2) + projector
+    return (Extra("vision", float(params * DTYPE_BYTES[text.dtype]), last=False),)
 
 
 _READERS = {

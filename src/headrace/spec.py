@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -133,6 +134,16 @@ class Int4Spec:
         return not any(pattern.match(name) for pattern in self._patterns for name in names)
 
 
+@dataclass(frozen=True)
+class Extra:
+    """Something that a checkpoint holds beside the language model and headrace does not load."""
+
+    name: str
+    bytes: float
+    last: bool
+    """On the last stage, over its ranks; else on every rank of the first."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A language model: layers and their kinds, dims, experts, bytes."""
@@ -158,7 +169,16 @@ class ModelSpec:
     """What the user should be told about how the model is served."""
     multimodal: bool = False
     """The checkpoint has a vision part that is not served."""
+    extras: tuple[Extra, ...] = field(default=(), compare=False)
+    """What the config, or the checkpoint's headers, have beside the language model."""
+    scales: tuple[tuple[int | None, str, float], ...] = field(default=(), compare=False)
+    """Bytes by those that the config makes, by layer (None: an end) and part, where headers were read."""
     architecture: str = field(default="", compare=False)
+
+    @cached_property
+    def scale_of(self) -> Mapping[tuple[int | None, str], float]:
+        """`scales` by layer and part; what is not there is as the config makes it."""
+        return {(layer, part): scale for layer, part, scale in self.scales}
 
     @property
     def num_layers(self) -> int:

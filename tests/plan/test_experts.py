@@ -3,7 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from headrace.kernels.expert_products import FEW
 from headrace.plan.experts import Routing, Skewed, Uniform
+from headrace.plan.reserve import FEW_PAIRS
 from headrace.spec import MoeSpec
 
 K2 = MoeSpec(num_experts=384, top_k=8, intermediate=2048)
@@ -68,3 +70,19 @@ def test_a_token_that_chooses_all() -> None:
     dense = MoeSpec(num_experts=4, top_k=4, intermediate=8)
     assert Uniform().distinct(dense, 1, 2) == pytest.approx(2)
     assert Skewed().distinct(dense, 1, 2) == pytest.approx(2)
+
+
+@pytest.mark.parametrize("tokens", [8, 64, 256])
+def test_blocks_of_an_expert_against_draws(tokens: int) -> None:
+    source = np.random.default_rng(2)
+    found = []
+    for _ in range(200):
+        chosen = source.random((tokens, 384)).argpartition(8, axis=1)[:, :8]
+        counts = np.bincount(chosen.ravel(), minlength=384)
+        found.append(np.ceil(counts / 8).sum() / (counts > 0).sum())
+    assert Uniform().blocks(K2, tokens, 8) == pytest.approx(float(np.mean(found)), rel=0.01)
+    assert Skewed().blocks(K2, tokens, 8) >= Uniform().blocks(K2, tokens, 8) - 1e-9
+
+
+def test_blocks_are_those_of_the_kernel_for_few_tokens() -> None:
+    assert FEW_PAIRS == FEW

@@ -43,6 +43,7 @@ expert_share = 0.6
 attention_share = 0.5
 launch_us = 2.0
 overlap = 1
+again_share = 0
 [gpu.new]
 name = "New"
 memory_gib = 64

@@ -9,6 +9,8 @@ import pytest
 from headrace.cli.main import run
 from headrace.errors import UserError
 from headrace.plan.hardware_file import read_hardware
+from headrace.plan.machines import Here, find_machine
+from headrace.plan.options import HardwareConfig
 
 TEXT = """
 [machine]
@@ -99,7 +101,7 @@ def test_a_file_that_is_none(path: Path, old: str, new: str, message: str) -> No
 
 
 def test_no_file() -> None:
-    with pytest.raises(UserError, match="--hardware /nowhere: No such file"):
+    with pytest.raises(UserError, match="--hardware /nowhere: cannot be read: No such file"):
         read_hardware(Path("/nowhere"))
 
 
@@ -107,3 +109,15 @@ def test_no_file() -> None:
 def test_hardware_is_named_or_a_file(flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["simulate", "m", *flags]) == 2
     assert capsys.readouterr().err.strip() == "headrace simulate: --gpu and --hardware: give one of them"
+
+
+def test_plan_and_simulate_read_the_same_file(tmp_path: Path) -> None:
+    """Counts, JSON, hosts and a network: one reader, whoever asks."""
+    file = tmp_path / "machine.json"
+    file.write_text('{"machine": {"gpus": [["h200", 2], "rtx-5090", "h200"], "hosts": 2, "network": "10gbe"}}')
+    whole = find_machine(HardwareConfig(hardware=str(file)), None, Here)
+    assert whole == read_hardware(file).whole()
+    assert [gpu.slug for gpu in whole.gpus] == ["h200", "h200", "rtx-5090", "h200"] and whole.num_hosts == 2
+    assert whole.link is not None and whole.link.slug == "pcie5-x16-host"  # unlike GPUs meet at the slower link
+    part = read_hardware(file).machine(2, links="pcie4-x16", num_hosts=1, network=None)
+    assert part.link is not None and part.link.slug == "pcie4-x16"

@@ -70,9 +70,10 @@ def serve_hub(hub: Hub) -> Iterator[Hub]:
             asked = self.headers.get("Range")
             if asked and body and status == 200:
                 hub.ranges.append(asked)
-                start = int(asked.removeprefix("bytes=").partition("-")[0])
-                headers |= {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"}
-                status, data = 206, data[start:]
+                first, _, last = asked.removeprefix("bytes=").partition("-")
+                start, stop = int(first), min(len(data), int(last) + 1) if last else len(data)
+                headers |= {"Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"}
+                status, data = 206, data[start:stop]
             self.send_response(status)
             for key, value in {**headers, "Content-Length": str(len(data)), "X-Repo-Commit": SHA}.items():
                 self.send_header(key, value)

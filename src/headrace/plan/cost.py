@@ -17,9 +17,10 @@ from headrace.plan.load import Load
 from headrace.plan.operations import AllGather, AllReduce, Operation, Share
 from headrace.spec import LayerSpec, ModelSpec
 
-HOP_S = 30e-6
-"""What a hop from stage to stage costs beside its link: half of what the trip of one token through two stages on two
-H200 takes more than the same layers on one (docs/decisions/019 and 015)."""
+HOP_S = 7e-6
+"""What a hop from stage to stage costs beside its link. The trip of one token through two stages on two H200 took 60 us
+more than the same layers on one (docs/decisions/019 and 015), 30 a hop; then small messages were pushed by a kernel of
+the step, which made the two hops 46 us shorter (024)."""
 HOST_S = 0.5e-3
 """From a sampled token, through the engine, to the plan that answers it (the assumption of docs/decisions/017)."""
 MOST_CACHED = 100_000
@@ -49,7 +50,7 @@ class CostModel(Protocol):
 def seconds(operation: Operation | AllReduce | AllGather, gpu: Gpu, link: Link | None, tp: int) -> float:
     """How long one operation takes on a GPU that `link` joins to the stage's other ranks (None: at no cost)."""
     if isinstance(operation, Operation):
-        num_bytes = operation.bytes + max(0.0, operation.moved - gpu.cache_bytes)
+        num_bytes = operation.bytes + gpu.again_share * operation.again + max(0.0, operation.moved - gpu.cache_bytes)
         reading, computing = num_bytes / gpu.read_rate, operation.flops / gpu.flops_rate(operation.rate)
         working = max(reading, computing) + (1 - gpu.overlap) * min(reading, computing)
         return working + operation.launches * gpu.launch_s
@@ -111,10 +112,13 @@ class Roofline:
     Shapes: G places, S stages, K kinds of layers. Where a stage has several kinds of GPU, it waits for the slowest.
     """
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, machine: Machine, routing: Routing) -> None:
+    def __init__(
+        self, spec: ModelSpec, mesh: Mesh, machine: Machine, routing: Routing, kv_value_bytes: int | None = None
+    ) -> None:
+        """kv_value_bytes: of a value in the KV cache; None: as activations."""
         assert len(machine.gpus) == mesh.num_ranks, f"{len(machine.gpus)} GPUs for {mesh.num_ranks} ranks"
         self.num_stages = mesh.pp
-        self._share = Share(spec, mesh.tp, mesh.ep, routing)
+        self._share = Share(spec, mesh.tp, mesh.ep, routing, kv_value_bytes)
         self._head = head(spec)
         self._layers, of_layer = kinds_of(spec)
         self._layers_KS = _counts(of_layer, mesh)

@@ -31,6 +31,10 @@ class Routing(Protocol):
         """Expected pairs of a token and an expert on the fullest rank."""
         ...
 
+    def blocks(self, moe: MoeSpec, tokens: int, size: int) -> float:
+        """Expected blocks of at most `size` pairs for each distinct expert: 1 where no expert has more."""
+        ...
+
 
 class Uniform:
     """Every token draws its experts afresh, all equally likely: E (1 - (1 - k/E)^b) of E on one rank."""
@@ -43,6 +47,9 @@ class Uniform:
         total, share = tokens * moe.top_k, 1 / ranks
         above = sqrt(2 * log(ranks) * total * share * (1 - share))
         return min(total, total * share + above)
+
+    def blocks(self, moe: MoeSpec, tokens: int, size: int) -> float:
+        return _blocks(moe.num_experts, moe.top_k, 0.0, tokens, size)
 
 
 class Skewed:
@@ -62,6 +69,9 @@ class Skewed:
         chosen = _popularity(moe.num_experts, moe.top_k, self.exponent).reshape(ranks, -1)
         return float(tokens * chosen.sum(axis=1).max())
 
+    def blocks(self, moe: MoeSpec, tokens: int, size: int) -> float:
+        return _blocks(moe.num_experts, moe.top_k, self.exponent, tokens, size)
+
 
 @lru_cache(maxsize=8192)
 def _uniform(num_experts: int, top_k: int, tokens: int, ranks: int) -> float:
@@ -70,6 +80,24 @@ def _uniform(num_experts: int, top_k: int, tokens: int, ranks: int) -> float:
         return num_experts * touched
     one = _at_most(np.full(num_experts // ranks, touched))
     return _expected_maximum(one**ranks)
+
+
+@lru_cache(maxsize=8192)
+def _blocks(num_experts: int, top_k: int, exponent: float, tokens: int, size: int) -> float:
+    """Of a binomial number of pairs an expert: the chances of more than 0, size, 2 size, ..., by that of more than 0.
+
+    An exponent of 0 makes all experts alike.
+    """
+    chances = _popularity(num_experts, top_k, exponent) if exponent else np.array([top_k / num_experts])
+    chances = np.minimum(chances, 1 - 1e-9)
+    exactly, at_most = (1 - chances) ** tokens, np.zeros_like(chances)
+    touched, blocks = 1 - exactly, np.zeros_like(chances)
+    for pairs in range(tokens):
+        at_most = at_most + exactly
+        if pairs % size == 0:
+            blocks += np.maximum(0.0, 1 - at_most)
+        exactly = exactly * (tokens - pairs) / (pairs + 1) * chances / (1 - chances)
+    return float(blocks.sum() / touched.sum())
 
 
 def _at_most(chances: FloatArray) -> FloatArray:

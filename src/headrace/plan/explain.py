@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from headrace.plan.cost import Roofline
 from headrace.plan.hardware import GIB
 from headrace.plan.inventory import Part
 from headrace.plan.load import Load
@@ -46,6 +45,9 @@ def _memory_lines(layout: Layout) -> Iterator[str]:
     shown = _shown(len(layout.stages))
     present = [kind for kind in KINDS if any(stage.weights.get(kind) for stage in layout.stages)]
     rows = [[kind, *(f"{layout.stages[i].weights.get(kind, 0) / GIB:.2f}" for i in shown)] for kind in present]
+    for name in dict.fromkeys(name for stage in layout.stages for name in stage.unused):
+        words = name if layout.stages[0].counts_unused else f"({name}, not loaded)"
+        rows.append([words, *(f"{layout.stages[i].unused.get(name, 0) / GIB:.2f}" for i in shown)])
     for name, words in (
         ("graphs", "CUDA graphs"),
         ("activations", "largest chunk"),
@@ -63,7 +65,7 @@ def _memory_lines(layout: Layout) -> Iterator[str]:
 
 def _time_lines(report: Report, layout: Layout) -> Iterator[str]:
     question, mesh = report.question, layout.mesh
-    cost = Roofline(question.spec, mesh, layout.machine, question.routing)
+    cost = question.cost(mesh, layout.machine)
     target = question.demand.target
     pace = layout.decode[target].pace
     sizes = pace.sizes
@@ -97,7 +99,7 @@ def _why(report: Report, layout: Layout) -> Iterator[str]:
     loads = split_loads(question, mesh)
 
     def slowest(split: tuple[int, ...]) -> tuple[float, int]:
-        cost = Roofline(question.spec, replace(mesh, split=split), layout.machine, question.routing)
+        cost = question.cost(replace(mesh, split=split), layout.machine)
         each = sum((weight * cost.steps_s(load) for weight, load in loads), np.zeros(mesh.pp))
         return float(each.max()), int(each.argmax())
 
@@ -111,7 +113,7 @@ def _why(report: Report, layout: Layout) -> Iterator[str]:
         f"the split: as many layers everywhere ({split_text(even)}) keeps stage {stage} busy {1e3 * even_s:.2f} ms "
         f"a {per}, this one none more than {1e3 * mine_s:.2f}"
     )
-    cost = Roofline(question.spec, mesh, layout.machine, question.routing)
+    cost = question.cost(mesh, layout.machine)
     parts = cost.parts_s(loads[0][1], mesh.pp - 1)
     layer_s = (sum(parts.values()) - parts.get("head", 0.0)) / mesh.split[-1]
     yield f"  the head, on the last stage alone, takes as long as {parts.get('head', 0.0) / layer_s:.1f} of its layers"

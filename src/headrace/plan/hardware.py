@@ -44,6 +44,8 @@ class Gpu:
     """What a kernel costs beside its work."""
     overlap: float = 1.0
     """Of the shorter of reading and computing, what hides behind the longer one."""
+    again_share: float = 0.0
+    """Of what reading weights takes, what it costs to unpack them for another block of tokens."""
     link: str = ""
     """Slug of what joins such GPUs in one host."""
     is_cpu: bool = False
@@ -163,16 +165,23 @@ def build_machine(
     kind = catalogue.gpu(gpu)
     if num_gpus % num_hosts:
         raise UserError(f"--hosts {num_hosts}: does not divide the layout's {num_gpus} GPUs")
+    return join((kind,) * num_gpus, catalogue, links, num_hosts, network)
+
+
+def join(gpus: Sequence[Gpu], known: Catalogue, links: str | None, num_hosts: int, network: str | None) -> Machine:
+    """These GPUs as one machine; `links` None: what they come with, the slowest if they differ. Raises UserError."""
+    if len(gpus) % num_hosts:
+        raise UserError(f"--hosts {num_hosts}: does not divide {len(gpus)} GPUs")
     if num_hosts == 1 and network is not None:
         raise UserError(f"--network {network}: is between hosts, and --hosts is 1")
-    between = catalogue.network(network) if network is not None else None
+    between = known.network(network) if network is not None else None
     if links == "none":
-        return Machine(gpus=(kind,) * num_gpus, link=None, num_hosts=num_hosts)
+        return Machine(gpus=tuple(gpus), link=None, num_hosts=num_hosts)
     if num_hosts > 1 and between is None:
-        known = ", ".join(catalogue.networks)
-        raise UserError(f"--hosts {num_hosts}: needs a --network between them, one of {known}")
-    link = catalogue.link(links or kind.link)
-    return Machine(gpus=(kind,) * num_gpus, link=link, num_hosts=num_hosts, network=between)
+        raise UserError(f"--hosts {num_hosts}: needs a --network between them, one of {', '.join(known.networks)}")
+    found = [known.link(links)] if links else [known.link(gpu.link) for gpu in gpus]
+    slowest = min(found, key=lambda link: link.bandwidth)
+    return Machine(gpus=tuple(gpus), link=slowest, num_hosts=num_hosts, network=between)
 
 
 def find_gpu(known: Catalogue, name: str) -> Gpu | None:
@@ -232,6 +241,7 @@ def _gpu(slug: str, entry: Mapping[str, Any]) -> Gpu:
         cache_bytes=int(float(entry["cache_mib"]) * MIB),
         launch_s=entry["launch_us"] * 1e-6,
         overlap=float(entry["overlap"]),
+        again_share=float(entry["again_share"]),
         link=entry["link"],
         source=entry.get("source", ""),
         read_share=float(entry["read_share"]),

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from headrace.errors import UserError
-from headrace.plan.hardware import Catalogue, Gpu, Machine, read_catalogue
+from headrace.plan.hardware import Catalogue, Gpu, Machine, join, read_catalogue
 
 MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareFile:
-    """`[machine]` names, in the order of the ranks, entries of GPUs of the same file, and the link between them."""
+    """`[machine]` names GPUs in the order of the ranks, of the file or of the catalogue, and what joins them."""
 
     path: Path
     known: Catalogue
-    """The file's GPUs and links, with the package's own links and networks."""
+    """The package's, with the file's own entries."""
     gpus: Sequence[Gpu]
-    link: str
+    """Of all hosts of the file."""
+    link: str | None
+    """None: what the GPUs come with, the slowest where they differ; "none" prices no communication."""
+    num_hosts: int = 1
+    network: str | None = None
+
+    def whole(self) -> Machine:
+        """All that the file describes."""
+        return join(self.gpus, self.known, self.link, self.num_hosts, self.network)
 
     def machine(self, num_ranks: int, *, links: str | None, num_hosts: int, network: str | None) -> Machine:
         """The first GPUs of so many such hosts, one a rank. Raises UserError as `build_machine` does."""
@@ -31,34 +41,52 @@ class HardwareFile:
         if each > len(self.gpus):
             have = f"{len(self.gpus)} GPU" + ("s" if len(self.gpus) > 1 else "")
             raise UserError(f"--hardware {self.path}: has {have}, the layout needs {each} of a host")
-        if num_hosts == 1 and network is not None:
-            raise UserError(f"--network {network}: is between hosts, and --hosts is 1")
-        between = self.known.network(network) if network is not None else None
-        gpus = tuple(self.gpus[:each]) * num_hosts
-        if links == "none":
-            return Machine(gpus=gpus, link=None, num_hosts=num_hosts)
-        if num_hosts > 1 and between is None:
-            raise UserError(
-                f"--hosts {num_hosts}: needs a --network between them, one of {', '.join(self.known.networks)}"
-            )
-        return Machine(gpus=gpus, link=self.known.link(links or self.link), num_hosts=num_hosts, network=between)
+        return join(tuple(self.gpus[:each]) * num_hosts, self.known, links or self.link, num_hosts, network)
 
 
 def read_hardware(path: Path) -> HardwareFile:
-    """Read what `headrace probe` wrote, or somebody by hand. Raises UserError naming --hardware and what is wrong."""
+    """Read what `headrace probe` wrote, or somebody by hand: TOML or JSON.
+
+    `machine.gpus` lists slugs, one a GPU, or pairs of a slug and a count; `machine.link`, `machine.hosts` and
+    `machine.network` may say how they are joined. Tables `gpu`, `link` and `network` define or change entries as the
+    catalogue has them. Raises UserError naming --hardware and what is wrong.
+    """
     try:
         with path.open("rb") as file:
             text = file.read(MOST_BYTES).decode()
-        tables = tomllib.loads(text)
+        tables = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
         known = read_catalogue({kind: tables.get(kind, {}) for kind in ("gpu", "link", "network")})
-        gpus = [known.gpus[slug] for slug in tables["machine"]["gpus"]]
-        link = known.links[tables["machine"]["link"]].slug
+        machine = tables["machine"]
+        gpus = tuple(known.gpus[slug] for slug in _slugs(machine["gpus"]))
+        link, network = machine.get("link"), machine.get("network")
+        if link not in (None, "none"):
+            link = known.links[link].slug
+        if network is not None:
+            network = known.networks[network].slug
+        found = HardwareFile(
+            path=path, known=known, gpus=gpus, link=link, num_hosts=int(machine.get("hosts", 1)), network=network
+        )
+        if not gpus:
+            raise UserError("names no GPU")
+        if found.num_hosts < 1:
+            raise UserError(f"machine.hosts is {found.num_hosts}")
+        found.whole()
     except OSError as error:
-        raise UserError(f"--hardware {path}: {error.strerror or error}") from None
+        raise UserError(f"--hardware {path}: cannot be read: {error.strerror or error}") from None
     except KeyError as error:
         raise UserError(f"--hardware {path}: {error.args[0]!r} is missing") from None
+    except UserError as error:
+        raise UserError(f"--hardware {path}: {error}") from None
     except (TypeError, ValueError, AttributeError) as error:
         raise UserError(f"--hardware {path}: not a hardware file: {error}") from None
-    if not gpus:
-        raise UserError(f"--hardware {path}: names no GPU")
-    return HardwareFile(path=path, known=known, gpus=tuple(gpus), link=link)
+    return found
+
+
+def _slugs(gpus: Any) -> list[str]:
+    if not isinstance(gpus, list):
+        raise TypeError("machine.gpus is not a list")
+    found: list[str] = []
+    for entry in gpus:
+        slug, count = (entry, 1) if isinstance(entry, str) else entry
+        found += [slug] * count
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from headrace.spec import DTYPE_BYTES, DenseSpec, GqaSpec, LayerSpec, MlaSpec, ModelSpec
@@ -34,22 +34,31 @@ def layer_matrices(spec: ModelSpec, index: int) -> tuple[Matrix, ...]:
     """All of one layer."""
     layer = spec.layers[index]
     attention = layer.attention
-    norms = _norms(spec, layer)
-    if isinstance(attention, MlaSpec):
-        return (*_latent(spec, index, attention), *_mlp(spec, layer), norms)
-    return (*_grouped(spec, index, attention), *_mlp(spec, layer), norms)
+    of_attention = (
+        _latent(spec, index, attention) if isinstance(attention, MlaSpec) else _grouped(spec, index, attention)
+    )
+    found = (*of_attention, *_mlp(spec, layer), _norms(spec, layer))
+    return tuple(_as_stored(spec, index, matrix) for matrix in found) if spec.scales else found
+
+
+def _as_stored(spec: ModelSpec, index: int | None, matrix: Matrix) -> Matrix:
+    """With the bytes that the checkpoint's headers say."""
+    scale = spec.scale_of.get((index, matrix.part), 1.0)
+    return matrix if scale == 1.0 else replace(matrix, bytes=matrix.bytes * scale)
 
 
 def embedding(spec: ModelSpec) -> Matrix:
     """The embedding: read a row a token."""
     params = spec.vocab_size * spec.hidden
-    return Matrix("embedding", "embedding", params, params * DTYPE_BYTES[spec.dtype], spec.hidden)
+    found = Matrix("embedding", "embedding", params, params * DTYPE_BYTES[spec.dtype], spec.hidden)
+    return _as_stored(spec, None, found)
 
 
 def head(spec: ModelSpec) -> Matrix:
     """The head with the norm before it."""
     params = spec.vocab_size * spec.hidden + spec.hidden
-    return Matrix("head", "head", params, params * DTYPE_BYTES[spec.dtype], spec.hidden + spec.vocab_size)
+    found = Matrix("head", "head", params, params * DTYPE_BYTES[spec.dtype], spec.hidden + spec.vocab_size)
+    return _as_stored(spec, None, found)
 
 
 def stage_matrices(

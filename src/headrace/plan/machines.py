@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from headrace.errors import UserError
-from headrace.plan.hardware import Catalogue, Gpu, Link, Machine, catalogue, find_gpu, read_catalogue
+from headrace.plan.hardware import Catalogue, Gpu, Link, Machine, catalogue, find_gpu, join
+from headrace.plan.hardware_file import read_hardware
 from headrace.plan.options import HardwareConfig
 
 
@@ -36,7 +34,7 @@ CORE_FLOPS = 50e9
 def find_machine(config: HardwareConfig, num_ranks: int | None, look: Look) -> Machine:
     """The machine with all of its GPUs. num_ranks: how many are asked for by the layout. Raises UserError."""
     if config.hardware is not None:
-        return _cut(read_machine(Path(config.hardware)), config, "--hardware")
+        return _cut(read_hardware(Path(config.hardware)).whole(), config, "--hardware")
     if config.gpu is not None:
         kind = catalogue().gpu(config.gpu)
         return _joined((kind,) * (config.gpus or num_ranks or config.hosts or 1), config, catalogue())
@@ -88,19 +86,7 @@ def _kind(name: str, memory_bytes: int) -> Gpu:
 
 
 def _joined(gpus: tuple[Gpu, ...], config: HardwareConfig, known: Catalogue) -> Machine:
-    hosts = config.hosts or 1
-    if len(gpus) % hosts:
-        raise UserError(f"--hosts {hosts}: does not divide {len(gpus)} GPUs")
-    if hosts == 1 and config.network is not None:
-        raise UserError(f"--network {config.network}: is between hosts, and --hosts is 1")
-    if config.links == "none":
-        return Machine(gpus=gpus, link=None, num_hosts=hosts)
-    network = known.network(config.network) if config.network is not None else None
-    if hosts > 1 and network is None:
-        raise UserError(f"--hosts {hosts}: needs a --network between them, one of {', '.join(known.networks)}")
-    links = [known.link(config.links)] if config.links else [known.link(gpu.link) for gpu in gpus]
-    # Unlike GPUs meet at the slower one's link.
-    return Machine(gpus=gpus, link=min(links, key=lambda link: link.bandwidth), num_hosts=hosts, network=network)
+    return join(gpus, known, config.links, config.hosts or 1, config.network)
 
 
 def _cut(machine: Machine, config: HardwareConfig, flag: str) -> Machine:
@@ -112,53 +98,3 @@ def _cut(machine: Machine, config: HardwareConfig, flag: str) -> Machine:
     if count % machine.num_hosts:
         raise UserError(f"--gpus {count}: does not divide among {machine.num_hosts} hosts")
     return replace(machine, gpus=machine.gpus[:count])
-
-
-def read_machine(path: Path) -> Machine:
-    """A machine from a file, TOML or JSON. Raises UserError naming --hardware.
-
-    `machine.gpus` lists slugs, one a GPU, or pairs of a slug and a count; `machine.link`, `machine.hosts` and
-    `machine.network` say how they are joined. Tables `gpu`, `link` and `network` may define or change entries as the
-    catalogue has them; what an entry leaves out is the catalogue's.
-    """
-    tables = _read(path)
-    try:
-        own = {kind: tables.get(kind, {}) for kind in ("gpu", "link", "network")}
-        known = read_catalogue(own)
-        machine = tables["machine"]
-        gpus = tuple(known.gpu(slug) for slug in _slugs(machine["gpus"]))
-        config = HardwareConfig(
-            links=machine.get("link"), hosts=machine.get("hosts", 1), network=machine.get("network")
-        )
-        if not gpus:
-            raise UserError("machine.gpus is empty")
-        return _joined(gpus, config, known)
-    except UserError as error:
-        raise UserError(f"--hardware {path}: {error}") from None
-    except KeyError as error:
-        raise UserError(f"--hardware {path}: {error.args[0]} is missing") from None
-    except (AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"--hardware {path}: not a machine's description: {error}") from None
-
-
-def _slugs(gpus: Any) -> list[str]:
-    if not isinstance(gpus, list):
-        raise TypeError("machine.gpus is not a list")
-    found: list[str] = []
-    for entry in gpus:
-        slug, count = (entry, 1) if isinstance(entry, str) else entry
-        found += [slug] * count
-    return found
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--hardware {path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    try:
-        tables = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
-    except ValueError as error:
-        raise UserError(f"--hardware {path}: neither TOML nor JSON: {error}") from None
-    assert isinstance(tables, dict)
-    return tables

@@ -47,6 +47,8 @@ class Limits:
     """Whether ranks share a host's memory, of which the KV cache takes a part and no library holds much."""
     kv_value_bytes: int | None = None
     """Of a value in the KV cache; None: as activations."""
+    count_unused: bool = False
+    """Whether what headrace does not load is counted all the same, as for an engine that does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,9 @@ class StageMemory:
     runtime: float
     spare: float
     """Left alone."""
+    unused: Mapping[str, float]
+    """What other engines load beside the language model, by name."""
+    counts_unused: bool
     kv_token_bytes: int
     """What a token takes in the KV cache, over all layers of the stage."""
 
@@ -81,7 +86,8 @@ class StageMemory:
     @property
     def needed_bytes(self) -> float:
         """Everything but the KV cache, the spare included."""
-        return self.weight_bytes + self.steps_bytes + self.spare
+        unused = sum(self.unused.values()) if self.counts_unused else 0.0
+        return self.weight_bytes + unused + self.steps_bytes + self.spare
 
     @property
     def kv_bytes(self) -> float:
@@ -116,8 +122,19 @@ def stage_memory(spec: ModelSpec, mesh: Mesh, machine: Machine, stage: int, limi
         weights=weights,
         **beside,
         spare=spare,
+        unused=_unused(spec, mesh, stage),
+        counts_unused=limits.count_unused,
         kv_token_bytes=sum(kv_layer_bytes(spec, mesh.tp, index, limits) for index in layers),
     )
+
+
+def _unused(spec: ModelSpec, mesh: Mesh, stage: int) -> dict[str, float]:
+    """A next-token layer is on the last stage and spread like the others; a vision tower on every rank of the first."""
+    return {
+        extra.name: extra.bytes / mesh.tp if extra.last else extra.bytes
+        for extra in spec.extras
+        if stage == (mesh.pp - 1 if extra.last else 0)
+    }
 
 
 def _beside(spec: ModelSpec, mesh: Mesh, machine: Machine, stage: int, limits: Limits) -> dict[str, float]:
@@ -211,7 +228,8 @@ def resident_bytes(memory: StageMemory, spec: ModelSpec, mesh: Mesh, stage: int,
 def room(spec: ModelSpec, mesh: Mesh, machine: Machine, stage: int, limits: Limits) -> float:
     """Bytes for weights and KV cache on the smallest GPU of a stage. The mesh's split is not looked at."""
     gpu_bytes = min(machine.gpus[rank].memory_bytes for rank in mesh.ranks_of(stage))
-    return gpu_bytes * (1 - MARGIN) - sum(_beside(spec, mesh, machine, stage, limits).values())
+    unused = sum(_unused(spec, mesh, stage).values()) if limits.count_unused else 0.0
+    return gpu_bytes * (1 - MARGIN) - unused - sum(_beside(spec, mesh, machine, stage, limits).values())
 
 
 def kv_tokens(spec: ModelSpec, mesh: Mesh, machine: Machine, limits: Limits) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from headrace.plan.experts import Routing
 from headrace.plan.hardware import Rate
 from headrace.plan.inventory import Matrix, Part
 from headrace.plan.load import Load
-from headrace.plan.reserve import EXPAND_MOST, EXPAND_PAIRS
+from headrace.plan.reserve import EXPAND_MOST, EXPAND_PAIRS, FEW_PAIRS
 from headrace.spec import DTYPE_BYTES, LayerSpec, MlaSpec, ModelSpec, MoeSpec
 
 LAUNCHES = {
@@ -39,6 +39,8 @@ class Operation:
     rate: Rate = "dense"
     """Which of the GPU's rates bounds `flops`."""
     launches: int = 0
+    again: float = 0.0
+    """Weights that it unpacks once more, for another block of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,8 @@ class Share:
     tp: int
     ep: int
     routing: Routing
+    kv_value_bytes: int | None = None
+    """Of a value in the KV cache; None: as activations."""
 
     @property
     def value_bytes(self) -> int:
@@ -83,8 +87,8 @@ class Share:
 
     def attention(self, layer: LayerSpec, matrices: tuple[Matrix, ...], load: Load) -> Iterator[Operation]:
         """What depends on the rows' contexts: the latents' up-projection, cache reads, scores and values."""
-        attention, size = layer.attention, self.value_bytes
-        kept = attention.kv_values(self.tp) * size
+        attention = layer.attention
+        kept = attention.kv_values(self.tp) * (self.kv_value_bytes or self.value_bytes)
         heads = attention.num_heads / self.tp
         if isinstance(attention, MlaSpec):
             decode_dims = chunk_dims = 2 * attention.kv_lora_rank + attention.rope_dim
@@ -142,14 +146,28 @@ class Share:
             matrix.part, share * matrix.bytes, share * moved, 2 * tokens * share * matrix.params, "dense", launches
         )
 
+    def _again(self, moe: MoeSpec, tokens: int) -> float:
+        """How often more than once an expert's INT4 weights are unpacked: they are with every block of its pairs.
+
+        Plain weights come from the cache then. With more pairs than the product for few tokens is for, another one has
+        larger blocks; its times follow bytes that shrink so.
+        """
+        if self.spec.quant is None:
+            return 0.0
+        most = FEW_PAIRS * moe.num_experts // moe.top_k
+        blocks = self.routing.blocks(moe, min(tokens, most), FEW_PAIRS)
+        return (blocks - 1) * min(1.0, most / tokens)
+
     def _experts(self, moe: MoeSpec, matrices: list[Matrix], tokens: int) -> Iterator[Operation]:
         """Routed products on the rank that has most, and the weighted sum of what they give."""
         slices, size = self.tp // self.ep, self.value_bytes
         distinct = self.routing.distinct(moe, tokens, self.ep)
+        again = distinct * self._again(moe, tokens)
         pairs = self.routing.pairs(moe, tokens, self.ep)
         for matrix in matrices:
             weights = matrix.bytes / moe.num_experts * distinct / slices
             moved = pairs * self.spec.hidden + pairs * (matrix.width - self.spec.hidden) / slices
             flops = 2 * pairs * matrix.params / moe.num_experts / slices
-            yield Operation("experts", weights, moved * size, flops, "experts", LAUNCHES[matrix.name])
+            more = matrix.bytes / moe.num_experts * again / slices
+            yield Operation("experts", weights, moved * size, flops, "experts", LAUNCHES[matrix.name], more)
         yield Operation("experts", 0.0, (pairs + tokens) * self.spec.hidden * size, launches=1)

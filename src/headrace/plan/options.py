@@ -57,6 +57,8 @@ class DemandConfig:
     """How tokens choose experts; skewed is a power law of popularity."""
     kv_dtype: KvDtype = "auto"
     """Type of the KV cache; auto is the activations'. fp8 is priced for other engines, headrace does not have it."""
+    count_unused: bool = False
+    """Count next-token (MTP) layers and the vision part, which headrace leaves out and other engines load."""
     chunk: int | None = None
     """Most tokens of a step; by default what serve takes."""
     max_running: int = 256

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import UserError
-from headrace.plan.cost import Roofline
 from headrace.plan.hardware import GIB
 from headrace.plan.pace import decode_pace, decode_sizes
 from headrace.plan.reads import decode_balance
@@ -80,7 +79,7 @@ def _rate(report: Report, layout: Layout, count: int) -> float:
     question, mesh = report.question, layout.mesh
     held = layout.kv_tokens // (question.demand.input + question.demand.output)
     running = max(1, min(count, question.limits.max_running, held))
-    cost = Roofline(question.spec, mesh, layout.machine, question.routing)
+    cost = question.cost(mesh, layout.machine)
     sizes = decode_sizes(running, mesh.pp, decode_balance(question.spec, mesh))
     return running / decode_pace(cost, sizes, question.length, question.limits.run_ahead).period_s
 

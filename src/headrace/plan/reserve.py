@@ -16,6 +16,9 @@ LADDER = (1, 2, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 
 """Rows of the graphs that are captured."""
 EXPAND_MOST = 32768
 """Positions whose keys and values are held at once for one layer: 1 GiB with 64 heads of 128 and 128 dims."""
+FEW_PAIRS = 8
+"""Pairs of a block of the INT4 product for few tokens: an expert with more is unpacked once for each block.
+It serves up to as many pairs an expert on average."""
 EXPAND_PAIRS = 256
 """Pairs of a query and a position for each position from which on it pays; half of that would be even."""
 

@@ -21,6 +21,7 @@ from headrace.plan.memory import Limits
 from headrace.plan.options import KV_BYTES, DemandConfig, PlanConfig
 from headrace.plan.report import Report, to_json, to_text
 from headrace.plan.search import Layout, Question, enough_gpus, search
+from headrace.plan.stored import differences, headers_of, measure, sized, used_bytes
 from headrace.spec import ModelSpec
 from headrace.weights.source import EMBEDDED_NAME, find_spec, read_spec, resolve
 
@@ -60,6 +61,11 @@ def plan(config: PlanConfig, look: Look) -> int:
 def make_report(config: PlanConfig, look: Look, *, say: Callable[[str], None]) -> Report:
     """Find the model and the machine, and judge every layout. Raises UserError."""
     name, spec = _model(config.model, say)
+    headers = None if config.model is None else headers_of(config.model, say)
+    sizes = None if headers is None else measure(headers, spec)
+    said = [] if sizes is None else differences(spec, sizes)
+    if sizes is not None:
+        spec = sized(spec, sizes)
     demand, fixed = config.demand, config.fixed
     if demand.max_len is not None and demand.max_len > spec.max_positions:
         raise UserError(f"--max-len {demand.max_len}: the model has {spec.max_positions} positions")
@@ -71,11 +77,13 @@ def make_report(config: PlanConfig, look: Look, *, say: Callable[[str], None]) -
     layouts = search(question, machine, fixed)
     return Report(
         model=name,
-        model_bytes=rank_bytes(spec, 1, range(spec.num_layers), first=True, last=True),
+        model_bytes=used_bytes(sizes)
+        if sizes is not None
+        else rank_bytes(spec, 1, range(spec.num_layers), first=True, last=True),
         question=question,
         machine=machine,
         layouts=layouts,
-        notes=_notes(question, machine, layouts),
+        notes=[*said, *_notes(question, machine, layouts)],
     )
 
 
@@ -90,6 +98,7 @@ def ask(spec: ModelSpec, demand: DemandConfig, machine: Machine) -> Question:
         graphs=not on_cpu and served.dtype == "bfloat16",
         on_cpu=on_cpu,
         kv_value_bytes=KV_BYTES.get(demand.kv_dtype),
+        count_unused=demand.count_unused,
     )
     return Question(
         spec=served, demand=demand, limits=limits, routing=Uniform() if demand.routing == "uniform" else Skewed()

@@ -93,6 +93,10 @@ class Question:
         """Tokens of a request that must fit."""
         return self.demand.max_len or self.demand.input + self.demand.output
 
+    def cost(self, mesh: Mesh, machine: Machine) -> Roofline:
+        """What a layout's steps cost."""
+        return Roofline(self.spec, mesh, machine, self.routing, self.limits.kv_value_bytes)
+
     @property
     def length(self) -> int:
         """Positions that a decode row attends to, on average."""
@@ -158,7 +162,7 @@ def judge(question: Question, mesh: Mesh, machine: Machine, keep_split: bool = F
     prefill_tok_s = ttft_s = score = 0.0
     limited_by = "memory"
     if short <= 0:
-        cost = Roofline(spec, mesh, machine, question.routing)
+        cost = question.cost(mesh, machine)
         balance = decode_balance(spec, mesh)
         decode = {count: _decode(question, cost, mesh, balance, count, held) for count in demand.concurrency}
         prefill_tok_s, steps, edges = prefill_pace(cost, demand.input, limits.chunk)
@@ -196,7 +200,7 @@ def split_loads(question: Question, mesh: Mesh) -> list[tuple[float, Load]]:
 
 def _split(question: Question, mesh: Mesh, machine: Machine) -> tuple[int, ...] | None:
     """The best split with a KV cache for all requests at the target, or for one; None where none fits."""
-    splitter = Splitter(question.spec, mesh, machine, question.routing)
+    splitter = Splitter(question.spec, mesh, machine, question.routing, question.limits.kv_value_bytes)
     loads = split_loads(question, mesh)
     all_of_them = question.demand.target * (question.demand.input + question.demand.output)
     for num_tokens in (max(question.longest, all_of_them), question.longest, 0):

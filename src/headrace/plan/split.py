@@ -23,9 +23,12 @@ NEARLY = 0.001
 class Splitter:
     """Prices and sizes of runs of layers on the stages of a mesh, whose own split is not looked at."""
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, machine: Machine, routing: Routing) -> None:
+    def __init__(
+        self, spec: ModelSpec, mesh: Mesh, machine: Machine, routing: Routing, kv_value_bytes: int | None = None
+    ) -> None:
+        """kv_value_bytes: of a value in the KV cache; None: as activations."""
         self._spec, self._mesh, self._machine = spec, mesh, machine
-        self._share = Share(spec, mesh.tp, mesh.ep, routing)
+        self._share = Share(spec, mesh.tp, mesh.ep, routing, kv_value_bytes)
         self._kinds, self._of_layer = kinds_of(spec)
         self._places, self._here_GS = places_of(mesh, machine)
 

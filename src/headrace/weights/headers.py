@@ -68,7 +68,7 @@ def open_headers(source: ModelSource) -> Headers:
 
 def _folder_headers(folder: Path) -> Mapping[str, TensorHeader]:
     if (folder / _SINGLE).is_file():
-        return _file_headers(folder / _SINGLE)
+        return file_headers(folder / _SINGLE)
     if (folder / _INDEX).is_file():
         return _sharded_headers(folder)
     pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
@@ -117,7 +117,7 @@ def _sharded_headers(folder: Path) -> dict[str, TensorHeader]:
     if missing:
         count = f"{len(missing)} of {len(shards)} shards missing" if len(missing) > 1 else "shard missing"
         raise CheckpointError(f"{folder}: {count}: {listed(missing)}")
-    held = {shard: _file_headers(folder / shard) for shard in shards}
+    held = {shard: file_headers(folder / shard) for shard in shards}
     lacking = [f"{name} ({shard})" for name, shard in weight_map.items() if name not in held[shard]]
     if lacking:
         raise CheckpointError(f"{index}: names tensors that their shards lack ({len(lacking)}): {listed(lacking)}")
@@ -127,8 +127,8 @@ def _sharded_headers(folder: Path) -> dict[str, TensorHeader]:
     return tensors
 
 
-def _file_headers(path: Path) -> dict[str, TensorHeader]:
-    """The headers of one safetensors file, in file order of its header."""
+def file_headers(path: Path) -> dict[str, TensorHeader]:
+    """The headers of one safetensors file, in file order of its header. Raises CheckpointError."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -137,13 +137,20 @@ def _file_headers(path: Path) -> dict[str, TensorHeader]:
                 raise CheckpointError(f"{path}: not a safetensors file")
             if 8 + length > size:
                 raise CheckpointError(f"{path}: truncated: the header ends at byte {8 + length}, the file has {size}")
-            entries = _ENTRIES.decode(file.read(length))
+            data = file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+    return parse_header(data, path, size)
+
+
+def parse_header(data: bytes, path: Path, size: int) -> dict[str, TensorHeader]:
+    """The tensors of a safetensors file of so many bytes, from its header alone. Raises CheckpointError."""
+    try:
+        entries = _ENTRIES.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: the safetensors header is broken: {error}") from None
     entries.pop("__metadata__", None)
-    start = 8 + length
+    start = 8 + len(data)
     headers = {name: _header(name, entry, path, start) for name, entry in entries.items()}
     _check_layout(headers.values(), path, start, size)
     return headers

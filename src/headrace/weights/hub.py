@@ -58,7 +58,7 @@ def fetch(model: str, patterns: Sequence[str], config: Path | None = None) -> Pa
 
 def _fetch_shards(model: str, snapshot: Path) -> None:
     """Put the weights that a snapshot lacks into the cache's blobs, where the client then finds them."""
-    missing = [shard for shard in _shards(snapshot) if not (snapshot / shard).exists()]
+    missing = [shard for shard in shards(snapshot) if not (snapshot / shard).exists()]
     stop = threading.Event()
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="hub") as pool:
         waiting = [pool.submit(_fetch_shard, model, snapshot, shard, stop) for shard in missing]
@@ -72,7 +72,8 @@ def _fetch_shards(model: str, snapshot: Path) -> None:
             raise
 
 
-def _shards(snapshot: Path) -> list[str]:
+def shards(snapshot: Path) -> list[str]:
+    """Names of the files of a snapshot's weights, whether or not they are there."""
     index = snapshot / "model.safetensors.index.json"
     if not index.is_file():
         return ["model.safetensors"]

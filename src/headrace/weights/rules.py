@@ -45,15 +45,6 @@ def is_moe(layer: LayerSpec) -> bool:
     return isinstance(layer.mlp, MoeSpec)
 
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-
-
-def layer_of(tensor: str) -> int | None:
-    """The global index of the layer that a checkpoint tensor belongs to; None for embedding, head and last norm."""
-    match = _LAYER.search(tensor)
-    return None if match is None else int(match[1])
-
-
 def linear(
     name: str, target: str, part: str, *, bias: bool = False, when: Callable[[LayerSpec], bool] | None = None
 ) -> Rule:

@@ -56,6 +56,11 @@ def _found(path: Path, model: str, say: Callable[[str], None]) -> ModelSource:
     raise UserError(f"MODEL {model}: there is no such folder or .gguf file, and it is not a hub id (org/name)")
 
 
+def is_hub_id(model: str) -> bool:
+    """Whether it has the form org/name."""
+    return not model.lower().endswith(".gguf") and _HUB_ID.fullmatch(model) is not None
+
+
 def find_spec(model: str, *, say: Callable[[str], None]) -> tuple[str, ModelSpec]:
     """A model's name and spec from as little as will do: a bare config.json, or that alone of what the hub has.
 

@@ -22,7 +22,8 @@ from headrace.spec import ModelSpec
 from headrace.supervise.devices import gpu_of, ranks_per_gpu
 from headrace.weights.checkpoint import Checkpoint, load
 from headrace.weights.fill import fill_random
-from headrace.weights.rules import bind, layer_of
+from headrace.weights.places import layer_of
+from headrace.weights.rules import bind
 from headrace.weights.source import read_spec, resolve
 from headrace.worker.cache import page_bytes
 from headrace.worker.comm import Comm, Devices, connect

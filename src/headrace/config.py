@@ -10,7 +10,7 @@ from headrace.errors import UserError
 
 DeviceName = Literal["auto", "cpu", "cuda"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
-AttentionName = Literal["auto", "torch", "triton"]
+AttentionName = Literal["auto", "torch", "triton", "flashinfer"]
 PolicyName = Literal["fcfs", "priority"]
 
 

@@ -132,7 +132,7 @@ class StageStats(msgspec.Struct, frozen=True):
     edge_s: float = 0.0
     """From the end of a step's computing to the end of its send, beside other work or not."""
     backend: str = ""
-    """What its steps run on: "torch", "triton" or "triton+graphs"."""
+    """What its steps run on: "torch", "triton", "triton+graphs" or "flashinfer"."""
     graph_bytes: int = 0
     """Device memory of each rank's graphs."""
 
@@ -300,7 +300,7 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared", array_like=True):
     rank: int
     kv_bytes: int
     backend: str = "torch"
-    """What its steps run on: "torch", "triton" or "triton+graphs"."""
+    """What its steps run on: "torch", "triton", "triton+graphs" or "flashinfer"."""
     graph_bytes: int = 0
     """Device memory that its graphs took."""
 

@@ -47,7 +47,7 @@ SERVE = """
 --dtype        Literal['auto', 'float32', 'bfloat16']  'auto'
 --max-len      int | None                              None
 --seed         int                                     0
---attention    Literal['auto', 'torch', 'triton']      'auto'
+--attention    Literal['auto', 'torch', 'triton', 'flashinfer']  'auto'
 --graphs       bool                                    True
 --weights      Literal['checkpoint', 'random']         'checkpoint'
 --routing      Literal['model', 'uniform']             'model'

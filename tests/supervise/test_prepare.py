@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,9 +15,17 @@ from safetensors.numpy import save_file
 
 from headrace.config import EngineConfig, HttpConfig, LayoutConfig, ModelConfig, RunConfig, ScheduleConfig, ServeConfig
 from headrace.errors import UserError
-from headrace.spec import Int4Spec
+from headrace.spec import GqaSpec, Int4Spec, MlaSpec
 from headrace.supervise import devices
-from headrace.supervise.prepare import CPU_CHUNK, GPU_CHUNK, GPU_RUN_AHEAD, Prepared, _check_groups, prepare
+from headrace.supervise.prepare import (
+    CPU_CHUNK,
+    GPU_CHUNK,
+    GPU_RUN_AHEAD,
+    Prepared,
+    _check_flashinfer,
+    _check_groups,
+    prepare,
+)
 from headrace.weights.source import read_spec, resolve
 
 CONFIG: dict[str, Any] = {
@@ -186,6 +195,72 @@ def test_kernels_for_gpus_are_refused_on_a_processor(model: Make) -> None:
             ServeConfig(engine=EngineConfig(model=ModelConfig(model=str(model()), device="cpu", attention="triton"))),
             say=lambda _: None,
         )
+
+
+FAR_LLAMA: dict[str, Any] = {"head_dim": 64, "torch_dtype": "bfloat16"}
+
+
+def asked_for_flashinfer(folder: Path, layout: LayoutConfig | None = None, **fields: Any) -> ServeConfig:
+    model = ModelConfig(model=str(folder), attention="flashinfer", **fields)
+    return ServeConfig(engine=EngineConfig(model=model, layout=layout or LayoutConfig()))
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    found = importlib.util.find_spec
+    spec = importlib.util.spec_from_loader("flashinfer", None) if there else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "flashinfer" else found(name))
+
+
+def test_flashinfer_is_taken_where_it_is_asked_for(model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, 1)
+    installed(monkeypatch, True)
+    engine = prepare(asked_for_flashinfer(model(**FAR_LLAMA)), say=lambda _: None).config.engine
+    assert (engine.model.attention, engine.schedule.chunk) == ("flashinfer", GPU_CHUNK)
+
+
+def test_flashinfer_is_refused_where_it_cannot_be_had(model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = model(**FAR_LLAMA)
+    installed(monkeypatch, False)
+    with pytest.raises(UserError, match="^--attention flashinfer: needs --device cuda$"):
+        prepare(asked_for_flashinfer(folder, device="cpu"), say=lambda _: None)
+    with_gpus(monkeypatch, 1)
+    with pytest.raises(UserError, match=r"^--attention flashinfer: is not installed: pip install .*\[flashinfer\]'$"):
+        prepare(asked_for_flashinfer(folder), say=lambda _: None)
+    installed(monkeypatch, True)
+    with pytest.raises(UserError, match="^--attention flashinfer: has no kernels for float32; --dtype bfloat16"):
+        prepare(asked_for_flashinfer(folder, dtype="float32"), say=lambda _: None)
+
+
+def test_flashinfer_is_refused_for_heads_it_has_no_kernels_for(model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, 1)
+    installed(monkeypatch, True)
+    with pytest.raises(UserError, match="^--attention flashinfer: has no kernels for heads of 8 dims; --attention tri"):
+        prepare(asked_for_flashinfer(model(torch_dtype="bfloat16")), say=lambda _: None)
+
+
+def test_flashinfer_is_refused_for_latents_it_has_no_kernels_for(model: Make) -> None:
+    spec = read_spec(resolve(str(model()), say=lambda _: None))
+    mla = MlaSpec(
+        num_heads=64, q_lora_rank=None, kv_lora_rank=512, nope_dim=128, rope_dim=64, v_dim=128, scale=192**-0.5
+    )
+
+    def check(*attentions: GqaSpec | MlaSpec, tp: int = 1) -> None:
+        layers = [replace(spec.layers[0], attention=attention) for attention in attentions]
+        _check_flashinfer(replace(spec, layers=tuple(layers)), tp, "bfloat16")
+
+    check(mla)
+    check(mla, mla, tp=8)
+    check(replace(mla, num_heads=96), tp=6)
+    for attention, tp, words in (
+        (replace(mla, kv_lora_rank=256), 1, "latent rows of 256 and 64 dims"),
+        (replace(mla, rope_dim=32), 1, "latent rows of 512 and 32 dims"),
+        (replace(mla, num_heads=96), 2, "48 heads a rank over a latent cache"),
+        (replace(mla, num_heads=256), 1, "256 heads a rank over a latent cache"),
+    ):
+        with pytest.raises(UserError, match=f"^--attention flashinfer: has no kernels for {words}"):
+            check(attention, tp=tp)
+    with pytest.raises(UserError, match="^--attention flashinfer: has no kernels for layers whose attention differs"):
+        check(mla, replace(mla, scale=1.0))
 
 
 def test_random_weights_need_a_config_alone(model: Make) -> None:

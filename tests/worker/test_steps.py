@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from headrace.config import LayoutConfig
+from headrace.kernels.flashinfer import Planner, Shape
 from headrace.kernels.paged import PagedAttention
 from headrace.layers.build import Build
 from headrace.layers.decoder import Decoder
 from headrace.mesh import build_mesh
 from headrace.models.registry import build_model, rules_of
 from headrace.plan.reserve import LADDER, ladder
-from headrace.spec import ModelSpec
+from headrace.spec import GqaSpec, ModelSpec
 from headrace.step import Register, SamplerSpec, StepPlan, pack, unpack
 from headrace.weights.fill import fill_random
 from headrace.weights.source import read_spec, resolve
@@ -23,6 +26,8 @@ from headrace.worker.batch import Rows
 from headrace.worker.cache import KVCache
 from headrace.worker.mirror import Mirror
 from headrace.worker.steps import DeviceState, EagerSteps
+from tests.fakes import flashinfer
+from tests.kernels.paged_rows import error
 from tests.tiny import write_tiny
 
 CPU = torch.device("cpu")
@@ -42,22 +47,30 @@ def spec(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return read_spec(resolve(str(write_tiny(folder / "m", request.param, tokenizer=False)), say=lambda _: None))
 
 
-def make_model(spec: ModelSpec, counter: torch.Tensor | None = None) -> Decoder:
+def make_model(spec: ModelSpec, counter: torch.Tensor | None = None, dtype: torch.dtype = torch.float32) -> Decoder:
     mesh = build_mesh(LayoutConfig(), spec)
-    build = Build(spec=spec, layers=mesh.layers_of(0), max_len=MAX_LEN, dtype=torch.float32, routing_counter=counter)
+    build = Build(spec=spec, layers=mesh.layers_of(0), max_len=MAX_LEN, dtype=dtype, routing_counter=counter)
     model = build_model(build)
     fill_random(model, rules_of(spec), spec, 1)
     model.finalise()
     return model
 
 
-def run(spec: ModelSpec, model: Decoder, *, paged: bool, counter: torch.Tensor | None = None) -> list[torch.Tensor]:
+def run(
+    spec: ModelSpec,
+    model: Decoder,
+    *,
+    paged: bool,
+    counter: torch.Tensor | None = None,
+    planner: Planner | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> list[torch.Tensor]:
     """Logits of every round; the pages of the requests are dealt in turn."""
-    cache = KVCache(spec, range(spec.num_layers), SLOTS * 8, PAGE, 1, torch.float32, CPU)
+    cache = KVCache(spec, range(spec.num_layers), SLOTS * 8, PAGE, 1, dtype, CPU)
     mirror = Mirror(SLOTS, MAX_LEN // PAGE)
     state = DeviceState.make(SLOTS, MAX_LEN // PAGE, CPU, paged=paged, counter=counter)
-    steps = EagerSteps(model, mirror, cache, state, PAGE, MAX_LEN, CPU)
-    assert steps.backend == ("triton" if paged else "torch")
+    steps = EagerSteps(model, mirror, cache, state, PAGE, MAX_LEN, CPU, planner)
+    assert steps.backend == ("flashinfer" if planner is not None else "triton" if paged else "torch")
     register = [Register(slot, pack(tokens), len(tokens), SamplerSpec()) for slot, tokens in enumerate(PROMPTS)]
     pages = [value for index in range(8) for slot in range(SLOTS) for value in (slot, index * SLOTS + slot)]
     found = []
@@ -97,6 +110,32 @@ def test_chunks_whose_keys_and_values_are_made(spec: ModelSpec, monkeypatch: pyt
     for got, one in zip(run(spec, model, paged=True), expected, strict=True):
         torch.testing.assert_close(got, one, rtol=1e-4, atol=1e-4)
     assert made == ([True, True, False] if model.has_latent_cache else [])
+
+
+WIDE_LLAMA: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+WIDE_MLA: dict[str, Any] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+
+@pytest.mark.parametrize("expand", [False, True])
+@pytest.mark.parametrize(("family", "changes"), [("llama", WIDE_LLAMA), ("deepseek_v3", WIDE_MLA)])
+def test_steps_planned_for_flashinfer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, changes: dict[str, Any], expand: bool
+) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", flashinfer)
+    if expand:
+        monkeypatch.setattr(steps_module, "EXPAND_PAIRS", 0)
+    folder = write_tiny(tmp_path / "m", family, tokenizer=False, dtype="bfloat16", **changes)
+    spec = read_spec(resolve(str(folder), say=lambda _: None))
+    attention = spec.layers[0].attention
+    heads = attention.num_heads
+    if isinstance(attention, GqaSpec):
+        shape = Shape(heads, attention.num_kv_heads, 64, 64, attention.scale, PAGE, torch.bfloat16)
+    else:
+        shape = Shape(heads, 1, 576, 512, attention.scale, PAGE, torch.bfloat16)
+    model = make_model(spec, dtype=torch.bfloat16)
+    got = run(spec, model, paged=False, planner=Planner(shape, CPU, 2), dtype=torch.bfloat16)
+    for one, expected in zip(got, run(spec, model, paged=False, dtype=torch.bfloat16), strict=True):
+        assert error(one, expected.double()) < 0.03
 
 
 def test_forced_routing_is_fresh_every_step(spec: ModelSpec) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Literal
 from headrace.config import AttentionName, EngineConfig, ServeConfig
 from headrace.errors import UserError
 from headrace.mesh import Mesh, build_mesh
-from headrace.spec import ModelSpec
+from headrace.spec import GqaSpec, ModelSpec
 from headrace.supervise.devices import gpu_of, num_gpus, resolve_device, resolve_dtype
 from headrace.supervise.forecast import Forecast, choose, foresee, split_for
 from headrace.supervise.here import look
@@ -24,6 +25,12 @@ GPU_GROUP = 32
 """Columns that share a scale in the INT4 kernels."""
 GPU_RUN_AHEAD = 2
 """A step on a GPU is shorter than the trip of its result through the engine; on a CPU it is many times longer."""
+
+FLASHINFER_DIMS, FLASHINFER_LATENT = (64, 128, 256), (512, 64)
+"""Dims of a head, and of a latent row's two parts, that FlashInfer's kernels are made for."""
+FLASHINFER_HEADS = tuple(1 << power for power in range(8))
+"""A tile of its causal kernel over a latent cache has 64 or 128 (position, head) pairs. With other heads one tile ends
+within a position, and of that position's context it may leave out the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +77,7 @@ def prepare(config: ServeConfig, *, say: Callable[[str], None]) -> Prepared:
     dtype = resolve_dtype(config.engine.model.dtype, device, spec.dtype)
     attention = _attention(config.engine.model.attention, device)
     # The reference holds scores: a chunk that is right for kernels would not fit.
-    chunk = config.engine.schedule.chunk or (GPU_CHUNK if attention == "triton" else CPU_CHUNK)
+    chunk = config.engine.schedule.chunk or (CPU_CHUNK if attention == "torch" else GPU_CHUNK)
     if device == "cuda":
         _check_groups(spec)
     here = look()
@@ -82,6 +89,8 @@ def prepare(config: ServeConfig, *, say: Callable[[str], None]) -> Prepared:
     if layout.layout == "auto":
         layout = choose(spec, engine, device, here)
     mesh = build_mesh(layout, spec)
+    if attention == "flashinfer":
+        _check_flashinfer(spec, mesh.tp, dtype)
     if layout.split is None and device == "cuda":
         mesh = replace(mesh, split=split_for(spec, mesh, engine, here))
     forecast = foresee(spec, mesh, engine, device, here)
@@ -98,12 +107,35 @@ def devices_of(prepared: Prepared) -> list[str]:
     return [f"cuda:{gpu_of(mesh, rank, gpus)}" for rank in range(mesh.num_ranks)]
 
 
-def _attention(asked: AttentionName, device: Literal["cpu", "cuda"]) -> Literal["torch", "triton"]:
+def _attention(asked: AttentionName, device: Literal["cpu", "cuda"]) -> Literal["torch", "triton", "flashinfer"]:
     if asked == "auto":
         return "triton" if device == "cuda" else "torch"
-    if asked == "triton" and device == "cpu":
-        raise UserError("--attention triton: needs --device cuda")
+    if asked != "torch" and device == "cpu":
+        raise UserError(f"--attention {asked}: needs --device cuda")
+    if asked == "flashinfer" and importlib.util.find_spec("flashinfer") is None:
+        raise UserError("--attention flashinfer: is not installed: pip install 'headrace[flashinfer]'")
     return asked
+
+
+def _check_flashinfer(spec: ModelSpec, tp: int, dtype: str) -> None:
+    """Raises UserError for what FlashInfer has no kernels for."""
+    lacks = None
+    attentions = {layer.attention for layer in spec.layers}
+    if dtype != "bfloat16":
+        lacks = f"{dtype}; --dtype bfloat16 it has"
+    elif len(attentions) > 1:
+        lacks = "layers whose attention differs, planned as one"
+    for attention in attentions:
+        heads = attention.num_heads // tp
+        if isinstance(attention, GqaSpec):
+            if attention.head_dim not in FLASHINFER_DIMS:
+                lacks = lacks or f"heads of {attention.head_dim} dims"
+        elif (attention.kv_lora_rank, attention.rope_dim) != FLASHINFER_LATENT:
+            lacks = lacks or f"latent rows of {attention.kv_lora_rank} and {attention.rope_dim} dims"
+        elif heads not in FLASHINFER_HEADS:
+            lacks = lacks or f"{heads} heads a rank over a latent cache, only for a power of two up to 128"
+    if lacks is not None:
+        raise UserError(f"--attention flashinfer: has no kernels for {lacks}; --attention triton takes this model")
 
 
 def _check_groups(spec: ModelSpec) -> None:

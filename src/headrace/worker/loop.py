@@ -109,7 +109,7 @@ class Worker:
         self._pulse.say("preparing to run plans")
         with enough_memory("the KV cache does not fit: a smaller --kv-memory takes less"):
             prepared = prepare(stage, allocate.num_pages, allocate.max_len, self._trace_folder)
-        if stage.config.model.attention == "triton":
+        if stage.config.model.attention != "torch":
             on_compile(lambda name: log.warning("%s was made while requests wait: no step before was like it", name))
         runner = prepared.runner
         self._send(Prepared(self._rank, prepared.kv_bytes, runner.backend, prepared.graph_bytes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -12,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from headrace.errors import UserError
+from headrace.kernels.flashinfer import Planner, Shape
 from headrace.kernels.sampling import argmax, sample
 from headrace.plan.reserve import EXPAND_MOST, GRAPH_BYTES, LOGIT_COPIES, MARGIN, ladder, plans_in_window
+from headrace.spec import GqaSpec
 from headrace.supervise.devices import ranks_per_gpu
 from headrace.telemetry.trace import Trace
 from headrace.worker.batch import Rows
@@ -150,7 +153,8 @@ def _make(stage: Stage, num_pages: int, max_len: int, sizes: tuple[int, ...]) ->
     mirror = Mirror(schedule.max_running, max_pages)
     paged = config.model.attention == "triton"
     state = DeviceState.make(schedule.max_running, max_pages, device, paged=paged, counter=stage.counter)
-    eager = EagerSteps(stage.model, mirror, cache, state, schedule.page_size, max_len, device)
+    planner = _planner(stage) if config.model.attention == "flashinfer" else None
+    eager = EagerSteps(stage.model, mirror, cache, state, schedule.page_size, max_len, device, planner)
     graphs = None
     # In float32 experts are multiplied by the reference, which reads the routing on the host.
     if paged and config.model.graphs and stage.dtype == torch.bfloat16:
@@ -168,6 +172,34 @@ def _make(stage: Stage, num_pages: int, max_len: int, sizes: tuple[int, ...]) ->
             device=device,
         )
     return _Parts(cache, mirror, state, eager, graphs)
+
+
+def _planner(stage: Stage) -> Planner:
+    """FlashInfer, with its kernels made. Raises UserError where it cannot be had."""
+    config, mesh = stage.config, stage.mesh
+    assert config.schedule.run_ahead is not None
+    depth = plans_in_window(mesh.pp, config.schedule.run_ahead)
+    try:
+        return Planner(_shape(stage), stage.device, depth)
+    except torch.OutOfMemoryError:
+        raise
+    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+        raise UserError(
+            "--attention flashinfer: its kernels cannot be had here (they are made by nvcc, or come with "
+            f"flashinfer-jit-cache): {error}; --attention triton does without"
+        ) from error
+
+
+def _shape(stage: Stage) -> Shape:
+    """Of the stage's attention on this rank; layers that differ were refused before."""
+    (attention,) = {stage.spec.layers[i].attention for i in stage.mesh.layers_of(stage.index)}
+    heads, tp = attention.num_heads // stage.mesh.tp, stage.mesh.tp
+    size = stage.config.schedule.page_size
+    if isinstance(attention, GqaSpec):
+        dim = attention.head_dim
+        return Shape(heads, max(1, attention.num_kv_heads // tp), dim, dim, attention.scale, size, stage.dtype)
+    rank = attention.kv_lora_rank
+    return Shape(heads, 1, rank + attention.rope_dim, rank, attention.scale, size, stage.dtype)
 
 
 @torch.inference_mode()

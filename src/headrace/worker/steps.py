@@ -11,7 +11,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from headrace.kernels.attention import Expansion
+from headrace.kernels.attention import Attention, Expansion
+from headrace.kernels.flashinfer import Planner
 from headrace.kernels.paged import PagedAttention
 from headrace.layers.batch import Batch
 from headrace.layers.decoder import Decoder
@@ -92,11 +93,16 @@ class EagerSteps:
         page_size: int,
         max_len: int,
         device: torch.device,
+        planner: Planner | None = None,
     ) -> None:
+        """Attention is the planner's; without one that of the state's page table, without that the reference's."""
         self._model, self._mirror, self._cache, self._state = model, mirror, cache, state
         self._page_size, self._max_len, self._device = page_size, max_len, device
         self._latent = model.has_latent_cache
+        self._planner = planner
         self.backend = "torch" if state.page_table is None else "triton"
+        if planner is not None:
+            self.backend = "flashinfer"
 
     def stage(self, rows: Rows) -> None:
         """Nothing: what it needs follows from what it finds."""
@@ -116,15 +122,23 @@ class EagerSteps:
         return Outcome(x_TD, self._model.logits(x_TD if every else x_TD.index_select(0, upload(wanted, self._device))))
 
     def _batch(self, plan_id: int, rows: Rows, tokens: torch.Tensor | None) -> Batch:
-        if self._state.page_table is None:
+        if self._state.page_table is None and self._planner is None:
             return make_batch(plan_id, rows, self._mirror, self._cache, self._page_size, self._device, tokens)
         tokens64 = np.stack((rows.positions, rows.kept_at(self._mirror, self._page_size)))
         positions, slots = upload(tokens64, self._device)
-        packed = np.stack((rows.slots, rows.starts, rows.counts, rows.offsets)).astype(np.int32)
+        return Batch(plan_id, tokens, positions, slots, self._attention(rows), self._cache)
+
+    def _attention(self, rows: Rows) -> Attention:
         chunks = np.flatnonzero(rows.counts != 1)
         num_decodes = int(chunks[0]) if len(chunks) else len(rows.slots)
+        expansion = self._expansion(rows, num_decodes) if self._latent else None
+        if self._planner is not None:
+            table = self._mirror.page_table
+            return self._planner.plan(rows.slots, rows.starts, rows.counts, table, num_decodes, expansion)
+        packed = np.stack((rows.slots, rows.starts, rows.counts, rows.offsets)).astype(np.int32)
         row_slot, row_start, row_count, row_offset = upload(packed, self._device)
-        attention = PagedAttention(
+        assert self._state.page_table is not None
+        return PagedAttention(
             row_slot,
             row_start,
             row_count,
@@ -133,9 +147,8 @@ class EagerSteps:
             num_decodes=num_decodes,
             max_count=int(rows.counts.max()),
             max_len=self._max_len,
-            expansion=self._expansion(rows, num_decodes) if self._latent else None,
+            expansion=expansion,
         )
-        return Batch(plan_id, tokens, positions, slots, attention, self._cache)
 
     def _expansion(self, rows: Rows, num_decodes: int) -> Expansion | None:
         """The chunks' keys and values, where making them pays and they fit in what was measured for them."""

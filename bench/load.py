@@ -174,7 +174,6 @@ def loader(folder: Path, kind: str, layout: str, rank: int) -> tuple[Callable[[]
     from safetensors import safe_open
 
     from headrace.config import LayoutConfig
-    from headrace.layers.axis import Axis
     from headrace.layers.build import Build
     from headrace.mesh import build_mesh
     from headrace.models.registry import build_model, rules_of
@@ -189,17 +188,7 @@ def loader(folder: Path, kind: str, layout: str, rank: int) -> tuple[Callable[[]
     degrees["tp"] = max(degrees.get("tp", 1), degrees.get("ep", 1))
     mesh = build_mesh(LayoutConfig(**degrees), spec)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // mesh.num_ranks))
-    build = Build(
-        spec=spec,
-        layers=mesh.layers_of(mesh.stage_of(rank)),
-        first=mesh.is_first(rank),
-        last=mesh.is_last(rank),
-        max_len=64,
-        dtype=torch.bfloat16,
-        tensor=Axis.at(mesh.tensor(rank), None, "tensor"),
-        expert=Axis.at(mesh.expert(rank), None, "expert"),
-        expert_slice=Axis.at(mesh.expert_slice(rank), None, "slice"),
-    )
+    build = Build.of_rank(spec, mesh, rank, max_len=64, dtype=torch.bfloat16)
     model, rules = build_model(build), rules_of(spec)
     held = sum(parameter.nbytes for parameter in model.parameters())
     headers = Checkpoint(source, spec).tensors

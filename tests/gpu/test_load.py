@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 
 from headrace.config import LayoutConfig
 from headrace.errors import CheckpointError
-from headrace.layers.axis import Axis
 from headrace.layers.build import Build
 from headrace.layers.decoder import Decoder
 from headrace.mesh import Mesh, build_mesh
@@ -38,18 +37,7 @@ def spec_of(folder: Path) -> ModelSpec:
 
 
 def empty_model(spec: ModelSpec, mesh: Mesh, rank: int, device: str, dtype: torch.dtype) -> Decoder:
-    build = Build(
-        spec=spec,
-        layers=mesh.layers_of(mesh.stage_of(rank)),
-        first=mesh.is_first(rank),
-        last=mesh.is_last(rank),
-        max_len=64,
-        dtype=dtype,
-        device=torch.device(device),
-        tensor=Axis.at(mesh.tensor(rank), None, "tensor"),
-        expert=Axis.at(mesh.expert(rank), None, "expert"),
-        expert_slice=Axis.at(mesh.expert_slice(rank), None, "slice"),
-    )
+    build = Build.of_rank(spec, mesh, rank, max_len=64, dtype=dtype, device=device)
     model = build_model(build)
     for parameter in model.parameters():
         if parameter.is_floating_point():

@@ -10,7 +10,6 @@ import torch
 
 from headrace.config import LayoutConfig
 from headrace.errors import CheckpointError, UnsupportedModel
-from headrace.layers.axis import Axis
 from headrace.layers.batch import Batch
 from headrace.layers.build import Build
 from headrace.layers.decoder import Decoder
@@ -39,17 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def load_rank(folder: Path, mesh: Mesh, rank: int, *, finalise: bool = True) -> Decoder:
     source = resolve(str(folder), say=lambda _: None)
     spec = read_spec(source)
-    build = Build(
-        spec=spec,
-        layers=mesh.layers_of(mesh.stage_of(rank)),
-        first=mesh.is_first(rank),
-        last=mesh.is_last(rank),
-        max_len=64,
-        dtype=torch.float32,
-        tensor=Axis.at(mesh.tensor(rank), None, "tensor"),
-        expert=Axis.at(mesh.expert(rank), None, "expert"),
-        expert_slice=Axis.at(mesh.expert_slice(rank), None, "slice"),
-    )
+    build = Build.of_rank(spec, mesh, rank, max_len=64, dtype=torch.float32)
     model = build_model(build)
     checkpoint = Checkpoint(source, spec)
     for parameter in model.parameters():

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from headrace.config import LayoutConfig
-from headrace.layers.axis import Axis
 from headrace.layers.build import Build
 from headrace.mesh import Mesh, build_mesh
 from headrace.model_config import spec_from_config
@@ -53,18 +52,7 @@ def test_every_byte_of_the_published_checkpoint_is_counted() -> None:
 
 def built_bytes(spec: ModelSpec, mesh: Mesh, rank: int) -> int:
     """Of the modules that a worker makes for a rank, on no device."""
-    build = Build(
-        spec=spec,
-        layers=mesh.layers_of(mesh.stage_of(rank)),
-        first=mesh.is_first(rank),
-        last=mesh.is_last(rank),
-        max_len=64,
-        dtype=DTYPES[spec.dtype],
-        device=torch.device("meta"),
-        tensor=Axis.at(mesh.tensor(rank), None, "tensor"),
-        expert=Axis.at(mesh.expert(rank), None, "expert"),
-        expert_slice=Axis.at(mesh.expert_slice(rank), None, "slice"),
-    )
+    build = Build.of_rank(spec, mesh, rank, max_len=64, dtype=DTYPES[spec.dtype], device="meta")
     return sum(parameter.nbytes for parameter in build_model(build).parameters())
 
 

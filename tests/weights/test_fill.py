@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from headrace.config import LayoutConfig
-from headrace.layers.axis import Axis
 from headrace.layers.build import Build
 from headrace.layers.decoder import Decoder
 from headrace.layers.moe import ExpertStack
@@ -19,17 +18,7 @@ from tests.tiny import TINY, tiny_config
 
 
 def filled(spec: ModelSpec, mesh: Mesh, rank: int, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:
-    build = Build(
-        spec=spec,
-        layers=mesh.layers_of(mesh.stage_of(rank)),
-        first=mesh.is_first(rank),
-        last=mesh.is_last(rank),
-        max_len=64,
-        dtype=dtype,
-        tensor=Axis.at(mesh.tensor(rank), None, "tensor"),
-        expert=Axis.at(mesh.expert(rank), None, "expert"),
-        expert_slice=Axis.at(mesh.expert_slice(rank), None, "slice"),
-    )
+    build = Build.of_rank(spec, mesh, rank, max_len=64, dtype=dtype)
     model = build_model(build)
     for parameter in model.parameters():
         if parameter.is_floating_point():

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from headrace.config import LayoutConfig
 from headrace.errors import UserError
-from headrace.layers.axis import Axis
 from headrace.layers.build import Build
 from headrace.layers.decoder import Decoder
 from headrace.mesh import Mesh, build_mesh
@@ -43,20 +42,7 @@ def opened(path: Path) -> Checkpoint:
 
 
 def empty_model(checkpoint: Checkpoint, mesh: Mesh, rank: int) -> Decoder:
-    return build_model(
-        Build(
-            spec=checkpoint.spec,
-            layers=mesh.layers_of(mesh.stage_of(rank)),
-            first=mesh.is_first(rank),
-            last=mesh.is_last(rank),
-            max_len=8,
-            dtype=torch.bfloat16,
-            device=torch.device("meta"),
-            tensor=Axis.at(mesh.tensor(rank), None, "tensor"),
-            expert=Axis.at(mesh.expert(rank), None, "expert"),
-            expert_slice=Axis.at(mesh.expert_slice(rank), None, "slice"),
-        )
-    )
+    return build_model(Build.of_rank(checkpoint.spec, mesh, rank, max_len=8, dtype=torch.bfloat16, device="meta"))
 
 
 @settings(max_examples=25, deadline=None)

@@ -8,6 +8,7 @@ import torch
 
 from headrace.errors import UnsupportedModel
 from headrace.layers.axis import Axis
+from headrace.mesh import Mesh
 from headrace.spec import Int4Spec, ModelSpec
 
 
@@ -40,6 +41,31 @@ class Build:
     """Another, for what comes last where both wait."""
     reserve: int = 0
     """A GPU's multiprocessors that something else may hold at any time."""
+
+    @classmethod
+    def of_rank(
+        cls,
+        spec: ModelSpec,
+        mesh: Mesh,
+        rank: int,
+        *,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> Build:
+        """What a rank of the mesh builds, with its place on every axis and, so far, nobody else there."""
+        return cls(
+            spec=spec,
+            layers=mesh.layers_of(mesh.stage_of(rank)),
+            first=mesh.is_first(rank),
+            last=mesh.is_last(rank),
+            max_len=max_len,
+            dtype=dtype,
+            device=torch.device(device),
+            tensor=Axis.at(mesh.tensor(rank), None, "tensor"),
+            expert=Axis.at(mesh.expert(rank), None, "expert"),
+            expert_slice=Axis.at(mesh.expert_slice(rank), None, "slice"),
+        )
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
         """A parameter to be filled by the loader."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
@@ -72,14 +72,8 @@ def bring_up(config: EngineConfig, rank: int, store: str, progress: Callable[[in
     started = time.monotonic()
     drawn = config.model.routing == "uniform"
     counter = torch.zeros(1, dtype=torch.int64, device=device) if drawn else None
-    build = Build(
-        spec=spec,
-        layers=mesh.layers_of(mesh.stage_of(rank)),
-        first=mesh.is_first(rank),
-        last=mesh.is_last(rank),
-        max_len=config.model.max_len or spec.max_positions,
-        dtype=dtype,
-        device=device,
+    build = replace(
+        Build.of_rank(spec, mesh, rank, max_len=config.model.max_len or spec.max_positions, dtype=dtype, device=device),
         tensor=comm.tensor,
         expert=comm.expert,
         expert_slice=comm.expert_slice,

@@ -76,17 +76,22 @@ def test_every_gpu_holds_what_the_plan_says_and_none_holds_anothers(case: Case, 
         assert abs(held[0] - held[1]) > 5 * (WIDE["hidden_size"] * WIDE["intermediate_size"] * 3 * 2)
 
 
-@pytest.mark.parametrize(("family", "changes"), [("kimi_k2_int4", K2), ("qwen3_moe", QWEN)], ids=["k2", "qwen"])
+@pytest.mark.parametrize(
+    ("family", "changes", "graphs"),
+    [("kimi_k2_int4", K2, True), ("qwen3_moe", QWEN, True), ("kimi_k2_int4", K2, False)],
+    ids=["k2", "qwen", "k2-no-graphs"],
+)
 def test_nothing_is_compiled_while_a_request_waits(
-    family: str, changes: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    family: str, changes: dict[str, Any], graphs: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_tiny(
         tmp_path / "m", family, dtype="bfloat16", seed=7, tokenizer=False, **changes | {"max_position_embeddings": 4096}
     )
     source = random.Random(1)
     with LLM(
-        str(folder), device="cuda", dtype="bfloat16", chunk=256, max_len=1024, max_running=16, kv_memory=256 << 20
-    ) as llm:
+        str(folder), device="cuda", dtype="bfloat16", chunk=256, max_len=1024, max_running=16, kv_memory=256 << 20,
+        graphs=graphs,
+    ) as llm:  # fmt: skip
         for lengths in ((1,), (2, 3), (17,), (130, 1, 64), (255, 256, 257, 600), (33,) * 16, (5, 700, 31)):
             prompts = [[source.randrange(250) for _ in range(length)] for length in lengths]
             for temperature in (0.0, 0.8):

@@ -11,6 +11,7 @@ from headrace.plan.hardware import Gpu, Machine
 from headrace.spec import ModelSpec
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
+HARDWARE = CONFIGS.parent / "hardware"
 K2_CONFIG = CONFIGS / "kimi-k2.5" / "config.json"
 
 

@@ -11,13 +11,14 @@ from headrace.mesh import Mesh
 from headrace.plan.cost import HOP_S, Roofline, seconds
 from headrace.plan.experts import Routing, Skewed, Uniform
 from headrace.plan.hardware import Machine, build_machine, catalogue
+from headrace.plan.hardware_file import read_hardware
 from headrace.plan.inventory import layer_matrices
 from headrace.plan.load import Load
 from headrace.plan.operations import AllGather, AllReduce, Operation, Share
 from headrace.plan.pace import decode_pace, decode_sizes
 from headrace.plan.reads import decode_balance
 from headrace.spec import ModelSpec
-from tests.plan.specs import BARE, K2, QWEN, SLICE, bare
+from tests.plan.specs import BARE, HARDWARE, K2, QWEN, SLICE, bare
 
 H200 = catalogue().gpu("h200")
 NVLINK = catalogue().link("nvlink-h200-nccl")
@@ -217,6 +218,26 @@ def test_against_what_two_h200_did(
         sizes = decode_sizes(num_requests, pp, decode_balance(spec, mesh))
         errors.append(abs(num_requests / decode_pace(cost, sizes, 192, 2).period_s / rate - 1))
     assert sum(errors) / len(errors) < 0.08 and max(errors) < 0.105
+
+
+LATER = {
+    (2, 1, 1): {1: 492, 2: 931, 4: 1628, 8: 2510, 32: 4019, 64: 5090, 128: 7353, 256: 12000},
+    (1, 2, 1): {1: 744, 2: 1299, 8: 3089, 32: 5115, 64: 7329, 128: 10919, 256: 18427},
+    (1, 2, 2): {1: 693, 2: 1180, 8: 2932, 32: 5115, 64: 7527, 128: 11322, 256: 19036},
+}
+
+
+@pytest.mark.parametrize("layout", LATER)
+def test_from_a_probed_file(layout: tuple[int, int, int]) -> None:
+    """The slice of K2 on another machine with two H200, a later build; no point of it was used for a constant."""
+    pp, tp, ep = layout
+    mesh = Mesh(pp=pp, tp=tp, ep=ep, split=(5, 3) if pp == 2 else (8,))
+    cost = Roofline(SLICE, mesh, read_hardware(HARDWARE / "two-h200.toml").whole(), Uniform())
+    errors = []
+    for num_requests, rate in LATER[layout].items():
+        sizes = decode_sizes(num_requests, pp, decode_balance(SLICE, mesh))
+        errors.append(num_requests / decode_pace(cost, sizes, 192, 2).period_s / rate - 1)
+    assert sum(map(abs, errors)) / len(errors) < 0.06 and max(map(abs, errors)) < 0.11
 
 
 def tp8_rates(link: str, counts: tuple[int, ...]) -> list[float]:

@@ -49,6 +49,7 @@ def test_elsewhere_a_line_now_and_then() -> None:
     for done in range(0, 100_000_001, 10_000_000):
         screen.progress(loading(0, done))
         now += 1.0
+    screen.progress(loading(0, 100_000_000))  # once more, when the rank has compiled and measured too
     assert stream.getvalue().splitlines() == [
         "loading weights: 0% (0 bytes of 100 MB)",
         "loading weights: 50% (50 MB of 100 MB, 10 MB/s)",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -131,8 +130,11 @@ class Engine:
         started = time.monotonic()
 
         def progress(done: int, total: int) -> None:
-            self._phase, self._load_bytes = "loading", (done, total)
-            self._detail = f"{done} of {total} bytes of weights"
+            self._load_bytes = (done, total)
+            if done < total:
+                self._phase, self._detail = "loading", f"{done} of {total} bytes of weights"
+            elif self._phase != "warming":
+                self._set_phase("warming")  # ranks compile and measure before they say that they have loaded
             on_progress(done, total)
 
         def idle() -> None:
@@ -191,7 +193,10 @@ class Engine:
         self._scheduler.num_prefix_queries = 0
         times = self._token_times_s
         if len(times) > 1:
-            self._warm_up = WarmUp(length, times[0] - began, min(b - a for a, b in itertools.pairwise(times)))
+            # Results of steps that run ahead may be taken in together: the mean of all has no use for when each came.
+            first = min(1, len(times) - 2)
+            decode_s = (times[-1] - times[first]) / (len(times) - 1 - first)
+            self._warm_up = WarmUp(length, times[0] - began, decode_s)
 
     # --- one turn ---------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from headrace.spec import ModelSpec
 from headrace.step import Submit, unpack
 
 WARM_UP = "warm-up"
-WARM_TOKENS = 5
+WARM_TOKENS = 10
 """The first decode step runs what none has run before, those after it show how long one takes."""
 
 

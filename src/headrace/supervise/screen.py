@@ -61,7 +61,7 @@ class Screen:
         """When each kind of work was first heard of, and how much of it was done by then."""
         self._shown_text = ""
         self._shown_s = 0.0
-        self._last = ""
+        self._shown: tuple[str, int, int] | None = None
         self._open_line = False
 
     def line(self, text: str) -> None:
@@ -87,8 +87,9 @@ class Screen:
             self._open_line = True
             return
         due = event.text != self._shown_text or done >= total or now - self._shown_s >= LINE_PERIOD_S
-        if due and text != self._last:
-            self._shown_text, self._shown_s, self._last = event.text, now, text
+        shown = (event.text, done, total)
+        if due and shown != self._shown:
+            self._shown_text, self._shown_s, self._shown = event.text, now, shown
             self.line(text)
 
 

@@ -206,6 +206,8 @@ def _shape(stage: Stage) -> Shape:
 def _warm(stage: Stage, parts: _Parts, max_len: int) -> None:
     """Compute prompts of every order of magnitude, alone and beside a row that decodes, and draw tokens.
 
+    Where no graph did it, compute decode steps of every order too.
+
     Which kernels a step takes follows from how many tokens it has: none shall be compiled while a request waits.
     """
     schedule = stage.config.schedule
@@ -215,7 +217,10 @@ def _warm(stage: Stage, parts: _Parts, max_len: int) -> None:
     for count in (1 << power for power in range(most.bit_length())):
         _run(stage, parts, start=0, count=count)
         if beside and count < most:
-            _run(stage, parts, start=0, count=count, beside=True)
+            _run(stage, parts, start=0, count=count, num_decodes=1)
+    if parts.graphs is None:
+        for rows in ladder(schedule.max_running):
+            _run(stage, parts, start=0, count=1, num_decodes=min(rows, schedule.max_running) - 1)
     if stage.model.head is not None:
         for rows in ladder(schedule.max_running):
             one = torch.ones(rows, device=stage.device)
@@ -227,12 +232,12 @@ def _warm(stage: Stage, parts: _Parts, max_len: int) -> None:
 
 
 @torch.inference_mode()
-def _run(stage: Stage, parts: _Parts, *, start: int, count: int, beside: bool = False) -> None:
+def _run(stage: Stage, parts: _Parts, *, start: int, count: int, num_decodes: int = 0) -> None:
     """One row of slot 0, whose page table is all page 0: what it computes means nothing, and is overwritten.
 
-    beside: with a row of slot 1 that decodes.
+    num_decodes: rows beside it that decode, of the slots after.
     """
-    decoding = [[1, start, 1, 1]] if beside else []
+    decoding = [[slot, start, 1, 1] for slot in range(1, 1 + num_decodes)]
     rows = Rows.of(np.array([*decoding, [0, start, count, 1]], dtype=np.int32))
     mirror = parts.mirror
     for slot in rows.slots:

@@ -1,0 +1,40 @@
+"""The engine's loop without workers: what it says of a start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headrace.config import EngineConfig
+from headrace.engine.executor import Executor
+from headrace.engine.loop import Engine
+from headrace.errors import UserError
+from headrace.weights.source import read_spec, resolve
+from tests.tiny import write_tiny
+
+
+def test_a_rank_that_compiles_after_its_last_byte_is_warming_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, str]] = []
+
+    def load(_executor: Executor, on_progress: Callable[[int, int], None], _idle: Callable[[], None]) -> None:
+        for done in (1, 2, 2):  # the last with the message that it has loaded
+            on_progress(done, 2)
+            status = engine.status()
+            seen.append((status.phase, status.detail))
+        raise UserError("enough")
+
+    monkeypatch.setattr(Executor, "load", load)
+    model = write_tiny(tmp_path / "m", "llama", tokenizer=False)
+    engine = Engine(EngineConfig(), read_spec(resolve(str(model), say=lambda _: None)), tmp_path)
+    told: list[tuple[int, int]] = []
+    try:
+        with pytest.raises(UserError, match="enough"):
+            engine.run(lambda done, total: told.append((done, total)), lambda _: None)
+    finally:
+        engine._context.destroy(linger=0)
+    assert seen == [("loading", "1 of 2 bytes of weights"), ("warming", ""), ("warming", "")]
+    assert told == [(1, 2), (2, 2), (2, 2)]

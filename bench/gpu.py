@@ -1,6 +1,6 @@
-"""Measures headrace on GPUs: `python -m bench.gpu kernels NAME...`, `all_reduce`, `engine ...`, and `table` of records.
+"""Measures headrace on GPUs: `python -m bench.gpu kernels NAME...`, `all_reduce`, `engine`, `rank`, `table` of records.
 
-`engine` starts each layout once and measures decode at every count of requests, then prefill; results are appended to
+`rank` measures what one GPU of a layout computes, alone; `engine` starts each layout once and measures decode at every count of requests, then prefill; results are appended to
 a JSON-lines file cell by cell, and cells that are there already are skipped.
 """
 
@@ -35,12 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("kernels", help="cells of bench/kernel_cells (see its own --help)")
     commands.add_parser("all_reduce", help="small sums over GPUs, beside NCCL's (see its own --help)")
     _engine_flags(commands.add_parser("engine", help="decode and prefill rates of layouts"))
+    _rank_flags(commands.add_parser("rank", help="steps of one rank of a layout, alone on one GPU"))
     table = commands.add_parser("table", help="Markdown of what was recorded")
     table.add_argument("--engine", type=Path, nargs="*", default=[ENGINE], metavar="FILE")
     table.add_argument("--kernels", type=Path, nargs="*", default=[KERNELS], metavar="FILE")
     options = parser.parse_args(given)
     if options.command == "engine":
         return _engine(options)
+    if options.command == "rank":
+        return _rank(options)
     from bench.gpu_table import read_rows, tables
 
     print(
@@ -77,6 +80,45 @@ def _engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--budget", type=float, default=math.inf, metavar="SECONDS", help="start nothing that might end after this")
     add("--copy", type=float, default=4.3, metavar="TB/S", help="bandwidth that floors count with (%(default)s)")
     add("--product", type=float, default=788.0, metavar="TFLOPS", help="bf16 product rate of one GPU (%(default)s)")
+
+
+def _rank_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", type=Path, default=ROOT / "bench" / "configs" / "k2", help="folder with a config.json")
+    add("--layout", default="pp8", help="pp8, tp8, ep8, pp4ep2, ...: of any number of GPUs")
+    add("--split", default="auto", help="auto or layers a stage, 8,8,8,...")
+    add("--stage", type=int, default=1, help="whose first rank is measured (%(default)s)")
+    add("--rows", default="1,4,16,32", help="decode rows of a step (%(default)s)")
+    add("--prompt", type=int, default=128, help="positions before them (%(default)s)")
+    add("--prefill", type=int, default=8192, help="tokens of a prompt, 0 for none (%(default)s)")
+    add("--repeats", type=int, default=5)
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--note", default="", help="part of what a record goes by, to tell versions apart")
+    add("--out", type=Path, default=ENGINE, metavar="FILE")
+
+
+def _rank(options: argparse.Namespace) -> int:
+    from bench.gpu_floor import split_of
+    from bench.gpu_rank import RankPlan, measure_rank
+
+    return measure_rank(
+        RankPlan(
+            model=options.model,
+            layout=options.layout,
+            split=split_of(options.split),
+            stage=options.stage,
+            rows=[int(count) for count in options.rows.split(",") if count],
+            prompt=options.prompt,
+            prefill=options.prefill,
+            repeats=options.repeats,
+            device=options.device,
+            dtype=options.dtype,
+            backend="triton+graphs" if options.device == "cuda" else "any",
+            out=options.out,
+            note=options.note,
+        )
+    )
 
 
 def _engine(options: argparse.Namespace) -> int:

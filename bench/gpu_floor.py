@@ -6,18 +6,14 @@ out. Nothing is charged for links.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-
-from headrace.mesh import Mesh
+from headrace.mesh import Mesh, best_split, run_costs
 from headrace.plan.reads import StageReads
 from headrace.spec import MlaSpec, ModelSpec, MoeSpec
 
 
 def decode_floor(spec: ModelSpec, mesh: Mesh, requests: int, bytes_per_s: float) -> float:
     """Most tokens a second at so many requests: microbatches of equal size, one a stage."""
-    count = min(mesh.pp, requests)
-    sizes = [requests // count + (i < requests % count) for i in range(count)]
+    sizes = _sizes(mesh, requests)
     stages = range(mesh.pp)
     reads = [StageReads.of(spec, mesh, stage) for stage in stages]
     times = {size: [one.bytes(size) / bytes_per_s for one in reads] for size in set(sizes)}
@@ -27,14 +23,23 @@ def decode_floor(spec: ModelSpec, mesh: Mesh, requests: int, bytes_per_s: float)
 
 
 def best_decode_floor(spec: ModelSpec, mesh: Mesh, requests: int, bytes_per_s: float) -> tuple[float, tuple[int, ...]]:
-    """The same for the split that reaches most, with that split."""
-    best = (0.0, mesh.split)
-    for cuts in itertools.combinations(range(1, spec.num_layers), mesh.pp - 1):
-        ends = (0, *cuts, spec.num_layers)
-        split = tuple(b - a for a, b in itertools.pairwise(ends))
-        other = Mesh(pp=mesh.pp, tp=mesh.tp, ep=mesh.ep, split=split)
-        best = max(best, (decode_floor(spec, other, requests, bytes_per_s), split))
-    return best
+    """The same for the split that reaches most, with that split.
+
+    How long a microbatch's trip is does not depend on the split: it is the one whose dearest stage reads least.
+    """
+    each = Mesh(pp=spec.num_layers, tp=mesh.tp, ep=mesh.ep, split=(1,) * spec.num_layers)
+    layers = [StageReads.of(spec, each, layer) for layer in range(spec.num_layers)]
+    costs_SE = run_costs([sum(layer.bytes(size) for size in _sizes(mesh, requests)) for layer in layers])
+    split = best_split(lambda _: costs_SE, mesh.pp)
+    assert split is not None
+    other = Mesh(pp=mesh.pp, tp=mesh.tp, ep=mesh.ep, split=split)
+    return decode_floor(spec, other, requests, bytes_per_s), split
+
+
+def _sizes(mesh: Mesh, requests: int) -> list[int]:
+    """Of the microbatches."""
+    count = min(mesh.pp, requests)
+    return [requests // count + (i < requests % count) for i in range(count)]
 
 
 def prompt_flops(spec: ModelSpec, length: int) -> float:
@@ -54,6 +59,6 @@ def prompt_flops(spec: ModelSpec, length: int) -> float:
     return total
 
 
-def split_of(text: str) -> Sequence[int] | None:
+def split_of(text: str) -> tuple[int, ...] | None:
     """`6,2` as a split; `auto` is None."""
     return None if text == "auto" else tuple(int(part) for part in text.split(","))

@@ -24,7 +24,7 @@ from headrace.weights.checkpoint import Checkpoint, load
 from headrace.weights.fill import fill_random
 from headrace.weights.places import layer_of
 from headrace.weights.rules import bind
-from headrace.weights.source import read_spec, resolve
+from headrace.weights.source import ModelSource, read_spec, resolve
 from headrace.worker.cache import page_bytes
 from headrace.worker.comm import Comm, Devices, connect
 
@@ -63,12 +63,26 @@ def bring_up(config: EngineConfig, rank: int, store: str, progress: Callable[[in
     spec = read_spec(source)
     mesh = build_mesh(config.layout, spec)
     device = _device(config, mesh, rank)
-    dtype = getattr(torch, config.model.dtype)
     assert config.schedule.run_ahead is not None
-    devices = None if device.type == "cpu" else _devices(config, mesh, spec, dtype)
+    devices = None if device.type == "cpu" else _devices(config, mesh, spec, getattr(torch, config.model.dtype))
     comm = connect(
         mesh, rank, store, config.run.timeout_s, plans_in_window(mesh.pp, config.schedule.run_ahead), devices
     )
+    return build_stage(config, source, spec, rank, comm, device, progress)
+
+
+def build_stage(
+    config: EngineConfig,
+    source: ModelSource,
+    spec: ModelSpec,
+    rank: int,
+    comm: Comm,
+    device: torch.device,
+    progress: Callable[[int, int], None],
+) -> Stage:
+    """Build and load what a rank holds; `comm` is how it will reach the others."""
+    mesh = build_mesh(config.layout, spec)
+    dtype = getattr(torch, config.model.dtype)
     started = time.monotonic()
     drawn = config.model.routing == "uniform"
     counter = torch.zeros(1, dtype=torch.int64, device=device) if drawn else None
@@ -165,9 +179,14 @@ def _device(config: EngineConfig, mesh: Mesh, rank: int) -> torch.device:
     if capability < OLDEST:
         name, has, needs = torch.cuda.get_device_name(device), *(".".join(map(str, c)) for c in (capability, OLDEST))
         raise UserError(f"--device cuda: {name} has compute capability {has}, {needs} or later is needed")
+    take_gpu(device)
+    return device
+
+
+def take_gpu(device: torch.device) -> None:
+    """Make a GPU this process's."""
     torch.cuda.set_device(device)
     torch.zeros(1, device=device)  # makes the context, which the driver's own interface needs
     # Sums in full precision: the references and every layout must agree.
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    return device

@@ -1,7 +1,8 @@
 """Measures headrace on GPUs: `python -m bench.gpu kernels NAME...`, `all_reduce`, `engine`, `rank`, `table` of records.
 
-`rank` measures what one GPU of a layout computes, alone; `engine` starts each layout once and measures decode at every count of requests, then prefill; results are appended to
-a JSON-lines file cell by cell, and cells that are there already are skipped.
+`rank` measures what one GPU of a layout computes, alone. `engine` starts each layout once and measures decode at every
+count of requests, then prefill; results are appended to a JSON-lines file cell by cell, and cells that are there
+already are skipped.
 """
 
 from __future__ import annotations

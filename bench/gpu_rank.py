@@ -58,7 +58,8 @@ def measure_rank(plan: RankPlan) -> int:
     on = machine()
     layout = LayoutConfig(layout=plan.layout, split=plan.split)
     mesh = build_mesh(layout, read_spec(resolve(str(plan.model), say=lambda _: None)))
-    rank = LoneRank(_config(plan, layout), mesh.ranks_of(plan.stage)[0])
+    most = max(plan.prefill, max(plan.rows, default=0) * (plan.prompt + WARM + STEPS * plan.repeats))
+    rank = LoneRank(_config(plan, layout), mesh.ranks_of(plan.stage)[0], most)
     if plan.backend not in ("any", rank.backend):
         print(f"{plan.layout}: the rank ran {rank.backend}, {plan.backend} is to be measured")
         return 1

@@ -97,10 +97,11 @@ def alone(mesh: Mesh, rank: int, hidden: torch.Tensor, tokens: torch.Tensor) -> 
 class LoneRank:
     """A rank that is ready. Belongs to one thread; holds the GPU until it is let go.
 
-    config: every "auto" resolved, `max_len` given, random weights or a whole checkpoint.
+    config: every "auto" resolved, `max_len` given, random weights or a whole checkpoint. num_tokens: that the KV cache
+    must hold.
     """
 
-    def __init__(self, config: EngineConfig, rank: int) -> None:
+    def __init__(self, config: EngineConfig, rank: int, num_tokens: int) -> None:
         assert config.model.model is not None and config.model.max_len is not None
         assert config.schedule.chunk is not None and config.schedule.run_ahead is not None
         source = resolve(config.model.model, say=lambda _: None)
@@ -115,8 +116,7 @@ class LoneRank:
         comm = alone(self.mesh, rank, hidden, tokens)
         stage = build_stage(config, source, self.spec, rank, comm, device, lambda done, total: None)
         self.weight_bytes = stage.weight_bytes
-        self._pages_each = -(-config.model.max_len // config.schedule.page_size)
-        num_pages = self._pages_each * config.schedule.max_running
+        num_pages = self._pages(num_tokens) + config.schedule.max_running  # a slot's last page need not be full
         self._runner = prepare(stage, num_pages, config.model.max_len, Path()).runner
         self.backend = self._runner.backend
         self._window = plans_in_window(self.mesh.pp, config.schedule.run_ahead)
@@ -130,9 +130,10 @@ class LoneRank:
         assert self.config.schedule.chunk is not None
         each = max(1, self.config.schedule.chunk // prompt)
         free, self._slots = self._slots, list(range(num_rows))
+        room = self._pages(prompt + warm + num_steps * repeats)
         for begin in range(0, num_rows, each):
             slots = self._slots[begin : begin + each]
-            self._issue([(slot, 0, prompt, 1) for slot in slots], begins=slots, tokens=prompt, free=free)
+            self._issue([(slot, 0, prompt, 1) for slot in slots], slots, prompt, room, free)
             free = []
         position = prompt
         times = []
@@ -154,18 +155,25 @@ class LoneRank:
             self._drain()
             started = time.perf_counter()
             for _ in range(count):
-                self._issue([(0, 0, length, 1)], begins=[0], tokens=length, free=self._slots)
+                self._issue([(0, 0, length, 1)], [0], length, self._pages(length), self._slots)
                 self._slots = [0]
             self._drain()
             times.append((time.perf_counter() - started) / count)
         return times[1:]
 
+    def _pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.config.schedule.page_size)
+
     def _issue(
-        self, rows: Sequence[Row], begins: Sequence[int] = (), tokens: int = 0, free: Sequence[int] = ()
+        self,
+        rows: Sequence[Row],
+        begins: Sequence[int] = (),
+        tokens: int = 0,
+        room: int = 0,
+        free: Sequence[int] = (),
     ) -> None:
-        """Give the rank a plan; wait while its window is full. begins: slots that begin with so many tokens."""
-        each = self._pages_each
-        pages = [number for slot in begins for i in range(each) for number in (slot, slot * each + i)]
+        """Give the rank a plan; wait while its window is full. begins: slots that begin, with room in pages."""
+        pages = [number for slot in begins for i in range(room) for number in (slot, slot * room + i)]
         plan = StepPlan(
             plan_id=self._issued,
             rows=pack([number for row in rows for number in row]),

@@ -1,4 +1,4 @@
-"""Cells of the INT4 expert products at decode: K2's gate and up, and down, whole and halved two ways, in many tiles."""
+"""Cells of the INT4 expert products at decode: K2's gate and up, and down, whole and cut several ways, by tile."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from headrace.kernels.int4_experts import Fragments, Tile, product_cuda, tile_fo
 
 EXPERTS, TOP_K, HIDDEN, INNER = 384, 8, 7168, 2048
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
+NARROW_TOKENS = (1, 8, 32, 128, 256)
 
 GATE_UP_TILES = (
     Tile(),
@@ -41,6 +42,32 @@ DOWN_TILES = (
     Tile(ks=4, wr=1, rb=2, minb=5, waves=1),
     Tile(ks=1, wr=4, minb=8, waves=1),
 )
+NARROW_GATE_UP_TILES = (
+    Tile(),
+    Tile(waves=1),
+    Tile(ks=2, minb=8, waves=1),
+    Tile(ks=2, wr=1, rb=2, minb=10),
+    Tile(ks=2, wr=1, rb=2, minb=10, waves=1),
+    Tile(ks=4, wr=1, rb=2, minb=5, waves=1),
+    Tile(ks=1, wr=2, minb=16, waves=1),
+    Tile(ks=1, wr=2, rb=2, minb=8, waves=1),
+    Tile(ks=1, wr=4, minb=8, waves=1),
+)
+NARROW_DOWN_TILES = (
+    Tile(ks=1, wr=4, minb=8, waves=1),
+    Tile(ks=1, wr=4, waves=1),
+    Tile(ks=1, wr=4, waves=2),
+    Tile(ks=1, wr=8, waves=1),
+    Tile(ks=1, wr=2, rb=2, minb=8, waves=1),
+    Tile(ks=1, wr=4, rb=2, waves=1),
+    Tile(ks=1, wr=4, rb=2, pf=2, minb=5, waves=1),
+    Tile(ks=1, wr=2, rb=4, pf=2, minb=6, waves=1),
+    Tile(ks=1, wr=4, rb=4, pf=2, minb=2, waves=1),
+    Tile(ks=1, wr=2, rb=2, minb=10),
+    Tile(ks=1, wr=4, rb=2, waves=1, order=1),
+    Tile(ks=2, wr=4, pf=2, waves=1),
+)
+"""A fourth or an eighth of the intermediate: few steps of an item, so that what comes before and after them shows."""
 
 
 @dataclass(frozen=True)
@@ -107,12 +134,17 @@ def cells() -> Iterator[Cell]:
         ("full", EXPERTS, INNER),
         ("tp2", EXPERTS, INNER // 2),
         ("ep2", EXPERTS // 2, INNER),
+        ("tp4", EXPERTS, INNER // 4),
+        ("tp8", EXPERTS, INNER // 8),
     ):
+        narrow = inner < INNER // 2
         for gated in (True, False):
             rows, columns = (2 * inner, HIDDEN) if gated else (HIDDEN, inner)
             stack = random_stack(experts, rows, columns)
             tiles = () if layout == "ep2" else GATE_UP_TILES if gated else DOWN_TILES
-            for tokens in TOKENS:
+            if narrow:
+                tiles = NARROW_GATE_UP_TILES if gated else NARROW_DOWN_TILES
+            for tokens in NARROW_TOKENS if narrow else TOKENS:
                 yield from _cells_of(layout, stack, tokens, gated, tiles)
             del stack
 

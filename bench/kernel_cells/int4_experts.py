@@ -41,6 +41,9 @@ DOWN_TILES = (
     Tile(ks=4, wr=1, minb=8, waves=1),
     Tile(ks=4, wr=1, rb=2, minb=5, waves=1),
     Tile(ks=1, wr=4, minb=8, waves=1),
+    Tile(ks=1, wr=2, rb=2, minb=8, waves=1),
+    Tile(ks=1, wr=4, rb=2, waves=1),
+    Tile(ks=1, wr=2, rb=4, pf=2, minb=6, waves=1),
 )
 NARROW_GATE_UP_TILES = (
     Tile(),

@@ -176,6 +176,8 @@ EMULATED_TILES = [
     (False, Tile(ks=2, wr=2, pf=4, order=1), 64 * 13, 80, 3),
     (False, Tile(ks=2, wr=2, rb=2, pf=2, nb=2, order=1), 64 * 10, 80, 2),
     (False, Tile(ks=1, wr=4, pf=2), 64, 16, None),
+    (False, Tile(ks=1, wr=2, rb=2), 64 * 8, 16 * 9, 2),
+    (False, Tile(ks=1, wr=2, rb=4, pf=2), 64 * 4, 16 * 11, 3),
 ]
 
 

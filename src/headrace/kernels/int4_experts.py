@@ -174,8 +174,9 @@ class Tile:
 
 
 # (gated, pairs at most, steps of 64 columns at least) → tile: the first that holds. Measured on one H200 at 1 to 188
-# tokens of 8 choices, K2's shapes whole and halved; those for many pairs under load that lasts, at the power limit: two
-# row blocks a warp read their tokens once. Gate and up start while the shared experts still run beside them: of a
+# tokens of 8 choices, K2's shapes whole and halved, of down also a fourth and an eighth, where an item is over after 8 or
+# 4 steps: the next one's weights must be under way by then, and as many row blocks as can be read the tokens together.
+# Those for many pairs under load that lasts, at the power limit: two row blocks a warp read their tokens once. Gate and up start while the shared experts still run beside them: of a
 # persistent grid (waves) some blocks would start late and end late. Whole down of many pairs starts beside gate and up.
 _TILES: tuple[tuple[bool, int, int, Tile], ...] = (
     (True, 16, 16, Tile()),
@@ -187,7 +188,8 @@ _TILES: tuple[tuple[bool, int, int, Tile], ...] = (
     (False, 256, 32, Tile(ks=1, wr=4, minb=8, waves=1)),
     (False, 1 << 30, 32, Tile(ks=1, wr=2, rb=2, minb=10)),
     (False, 1 << 30, 16, Tile(ks=1, wr=4, minb=8, waves=1)),
-    (False, 1 << 30, 0, Tile(ks=1, wr=4, pf=2)),
+    (False, 1 << 30, 8, Tile(ks=1, wr=2, rb=2, minb=8, waves=1)),
+    (False, 1 << 30, 0, Tile(ks=1, wr=2, rb=4, pf=2, minb=6, waves=1)),
 )
 
 

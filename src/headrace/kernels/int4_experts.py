@@ -173,11 +173,12 @@ class Tile:
         return blocks * -(-row_blocks // (self.wr * self.rb // (2 if gated else 1)))
 
 
-# (gated, pairs at most, steps of 64 columns at least) → tile: the first that holds. Measured on one H200 at 1 to 188
-# tokens of 8 choices, K2's shapes whole and halved, of down also a fourth and an eighth, where an item is over after 8 or
-# 4 steps: the next one's weights must be under way by then, and as many row blocks as can be read the tokens together.
-# Those for many pairs under load that lasts, at the power limit: two row blocks a warp read their tokens once. Gate and up start while the shared experts still run beside them: of a
-# persistent grid (waves) some blocks would start late and end late. Whole down of many pairs starts beside gate and up.
+# (gated, pairs at most, steps of 64 columns at least) → tile: the first that holds. Measured on one H200 at 1 to 256
+# tokens of 8 choices: K2's shapes whole and halved, and a fourth and an eighth, where an item of down is over after 8
+# or 4 steps: the next one's weights must be under way by then, and many row blocks read their tokens together. Those
+# for many pairs under load that lasts, at the power limit: two row blocks a warp read their tokens once. Gate and up
+# start while the shared experts still run beside them: of a persistent grid (waves) some blocks would start late and
+# end late. Whole down of many pairs starts beside gate and up.
 _TILES: tuple[tuple[bool, int, int, Tile], ...] = (
     (True, 16, 16, Tile()),
     (True, 768, 16, Tile(ks=2, minb=8)),

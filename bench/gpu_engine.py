@@ -27,6 +27,8 @@ from headrace.step import StageStats
 
 EXTRA_PROMPTS = 8
 """By which the larger count of a prefill measurement exceeds the smaller one."""
+FIT = 0
+"""Stands for as many requests as the KV cache and `max_running` hold."""
 MARGIN = 1.3
 """A cell is expected to take this much longer than the longest like it."""
 
@@ -45,6 +47,7 @@ class Plan:
     layouts: Sequence[str]
     splits: Sequence[str]
     requests: Sequence[int]
+    """Counts of requests, or `FIT`."""
     prompt: int
     short: int
     """Output length that is subtracted."""
@@ -171,7 +174,7 @@ def _measure_layout(session: Session, layout: str, split: str) -> None:
                 session.num_failed += 1
                 return
             began = time.monotonic()
-            row = _decode(llm, plan, count) if kind == "decode" else _prefill(llm, plan)
+            row = _decode(llm, plan, count or _most(llm, plan)) if kind == "decode" else _prefill(llm, plan)
             after = llm.settle().stages
             _check_backend(after, plan)
             shares, before = busy_shares(before, after), after
@@ -210,11 +213,21 @@ def _append(out: Path, row: Row) -> None:
 # --- the two measurements -------------------------------------------------------------------------------------------
 
 
+def _most(llm: LLM, plan: Plan) -> int:
+    """Requests that the KV cache holds, each in whole pages; no more than may run."""
+    schedule = ScheduleConfig(
+        **{one.name: plan.options[one.name] for one in fields(ScheduleConfig) if one.name in plan.options}
+    )
+    pages = -(-(plan.prompt + plan.short + plan.output) // schedule.page_size)
+    return min(schedule.max_running, llm.status.kv_tokens // (pages * schedule.page_size))
+
+
 def _decode(llm: LLM, plan: Plan, count: int) -> Row:
     """Tokens a second of `count` requests that all decode."""
     source = random.Random(count)
     lengths = (plan.short, plan.short + plan.output)
     _timed(llm, source, count, plan.prompt, plan.short)
+    first = [_timed(llm, source, count, plan.prompt, 1) for _ in range(plan.repeats)]
     rates, spent = [], []
     for _ in range(plan.repeats):
         times = []
@@ -230,7 +243,8 @@ def _decode(llm: LLM, plan: Plan, count: int) -> Row:
     return {
         "requests": count, "prompt": plan.prompt, "short": plan.short, "output": plan.output, "rate": rate,
         "rates": rates, "spread": (max(rates) - min(rates)) / rate, "step_ms": 1e3 * count / rate,
-        "floor": floor, "best_floor": best, "best_split": list(split), "busy": decode_shares(spent),
+        "first_s": statistics.median(first), "floor": floor, "best_floor": best, "best_split": list(split),
+        "busy": decode_shares(spent),
     }  # fmt: skip
 
 

@@ -183,13 +183,15 @@ def test_the_whole_flow_on_a_processor(tmp_path: Path, capsys: pytest.CaptureFix
     out = tmp_path / "out.jsonl"
     flags = ["engine", "--model", str(folder), "--device", "cpu", "--layout", "pp2", "--split", "3,2", "--prompt", "8",
              "--short", "2", "--output", "4", "--prefill", "24", "--repeats", "1", "--max-len", "128",
-             "--option", "dtype=float32", "--out", str(out)]  # fmt: skip
-    assert main([*flags, "--requests", "1,3"]) == 0
+             "--option", "dtype=float32", "--option", "max_running=5", "--out", str(out)]  # fmt: skip
+    assert main([*flags, "--requests", "1,3,fit"]) == 0
     rows = gpu_table.read_rows(out)
-    assert [(row["kind"], row["requests"]) for row in rows] == [("decode", 1), ("decode", 3), ("prefill", 12)]
+    expected = [("decode", 1), ("decode", 3), ("decode", 5), ("prefill", 12)]
+    assert [(row["kind"], row["requests"]) for row in rows] == expected
     assert all(row["split"] == [3, 2] and not row.get("problem") for row in rows)
+    assert all(row["first_s"] > 0 for row in rows[:3])
     capsys.readouterr()
-    assert main([*flags, "--requests", "1,3"]) == 0
-    assert "all there already" in capsys.readouterr().out and len(gpu_table.read_rows(out)) == 3
+    assert main([*flags, "--requests", "1,3,fit"]) == 0
+    assert "all there already" in capsys.readouterr().out and len(gpu_table.read_rows(out)) == 4
     assert main(["table", "--engine", str(out)]) == 0
-    assert "| pp2 3/2 dtype=float32 |" in capsys.readouterr().out
+    assert "| pp2 3/2 dtype=float32 max_running=5 |" in capsys.readouterr().out

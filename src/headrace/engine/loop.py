@@ -122,9 +122,12 @@ class Engine:
                 self._turn()
         except _StoppedEarly:
             pass
-        finally:
-            self._set_phase("stopping")
+        except BaseException:
+            # Clients hear why from the supervisor, and should not hear before that it is stopping.
             self._executor.stop()
+            raise
+        self._set_phase("stopping")
+        self._executor.stop()
 
     def _load(self, on_progress: Callable[[int, int], None]) -> None:
         started = time.monotonic()

@@ -61,7 +61,11 @@ def _engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--model", type=Path, default=ROOT / "bench" / "configs" / "k2-slice", help="folder with a config.json")
     add("--layout", default="pp2", help="pp2, tp2, ep2, pp2ep2; several with commas between")
     add("--split", default="auto", help="auto or layers a stage, 6,2; several with slashes between: auto/5,3/4,4")
-    add("--requests", default="1,2,8,32,64,128,256", help="counts, or fit: all that the KV cache holds (%(default)s)")
+    add(
+        "--requests",
+        default="1,2,8,32,64,128,256",
+        help="counts, or fit: what the KV cache and max_running hold (%(default)s)",
+    )
     add("--prompt", type=int, default=128)
     add("--short", type=int, default=32, help="output length that is subtracted (%(default)s)")
     add("--output", type=int, default=96, help="tokens by which the longer output exceeds it (%(default)s)")

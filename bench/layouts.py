@@ -83,12 +83,19 @@ class Composed:
 
 
 def latest_ranks(rows: Iterable[Row], model: str) -> dict[str, list[Row]]:
-    """Records of lone ranks by layout, of each size the last one."""
-    found: dict[str, dict[str, Row]] = {}
+    """Records of lone ranks by layout: of the rank that was measured last, and of each size the last one."""
+    found: dict[str, list[Row]] = {}
     for row in rows:
         if row.get("kind") == "rank" and row["model"] == model and row["predicted_ms"] is not None:
-            found.setdefault(row["layout"], {})[row["key"]] = row
-    return {layout: list(records.values()) for layout, records in found.items()}
+            found.setdefault(row["layout"], []).append(row)
+    return {layout: _of_one_rank(records) for layout, records in found.items()}
+
+
+def _of_one_rank(records: Sequence[Row]) -> list[Row]:
+    same = [
+        row for row in records if all(row[field] == records[-1][field] for field in ("gpu", "split", "stage", "note"))
+    ]
+    return list({(row["rows"], row["prompt"]): row for row in same}.values())
 
 
 def mesh_of(spec: ModelSpec, layout: str, split: Sequence[int] | None) -> Mesh:
@@ -104,11 +111,6 @@ def pace_of(spec: ModelSpec, mesh: Mesh, cost: CostModel, count: int, context: i
 def paces(spec: ModelSpec, mesh: Mesh, cost: CostModel) -> list[Pace]:
     """Decode at every count of requests."""
     return [pace_of(spec, mesh, cost, count) for count in COUNTS]
-
-
-def kv_tokens(spec: ModelSpec, mesh: Mesh, machine: Machine) -> int:
-    """Room for the KV cache, as planned."""
-    return min(stage_memory(spec, mesh, machine, stage, LIMITS).kv_tokens for stage in range(mesh.pp))
 
 
 # --- tables ---------------------------------------------------------------------------------------------------------
@@ -152,13 +154,14 @@ def prompt_table(spec: ModelSpec, ranks: dict[str, list[Row]], machine: Machine)
         cost = Composed(spec, mesh, machine, Ratios.of(records))
         rate, _, _ = prefill_pace(cost, CHUNK, CHUNK)
         first = [1e3 * first_token_s(cost, length, CHUNK) for length in (PROMPT, CHUNK)]
-        weights = max(row["weight_bytes"] for row in records) / 2**30
-        most = kv_tokens(spec, mesh, machine) // (CHUNK + MORE)
+        stages = [stage_memory(spec, mesh, machine, stage, LIMITS) for stage in range(mesh.pp)]
+        weights = max(stage.weight_bytes for stage in stages) / 2**30
+        most = min(LIMITS.max_running, min(stage.kv_tokens for stage in stages) // (CHUNK + MORE))
         full = most / pace_of(spec, mesh, cost, most, CHUNK + MORE // 2).period_s
         cells = [f"{rate:,.0f}", *(f"{one:,.0f}" for one in first), f"{weights:.1f}", f"{most}", f"{full:,.0f}"]
         lines.append([layout, *cells])
     head = ["layout", f"prompts of {CHUNK}, tokens/s", f"first token of {PROMPT}, ms", f"of {CHUNK}, ms"]
-    head += ["rank, GiB", f"{CHUNK} + {MORE} tokens: requests that fit", "decode of so many"]
+    head += ["fullest rank, GiB", f"{CHUNK} + {MORE} tokens: requests that fit", "decode of so many"]
     return table(head, lines)
 
 
@@ -177,7 +180,7 @@ def draw(case: Case, path: Path) -> None:
     from matplotlib.figure import Figure
 
     spec = case.spec
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    figure = Figure(figsize=(13.5, 4.6), layout="constrained")
     axes = figure.subplots(1, len(LINKS), sharey=True)
     for axis, (links, title) in zip(axes, LINKS.items(), strict=True):
         machine = machine_with(case.num_gpus, links)
@@ -193,7 +196,7 @@ def draw(case: Case, path: Path) -> None:
         axis.set_title(title, fontsize=10)
         axis.grid(visible=True, which="both", alpha=0.25)
     axes[0].set_ylabel("tokens a second")
-    axes[-1].legend(loc="lower right", fontsize=9)
+    axes[0].legend(loc="upper left", fontsize=9)
     figure.suptitle(
         f"Kimi K2, {spec.num_layers} layers, {case.num_gpus} H200: measured ranks, planned links", fontsize=11
     )
@@ -202,7 +205,14 @@ def draw(case: Case, path: Path) -> None:
 
 # --- the command ----------------------------------------------------------------------------------------------------
 
-LINKS = {"nvlink-h200": "NVLink", "pcie5-x16-host": "through host memory over PCIe 5"}
+LINKS = {
+    "nvlink-h200": "NVLink",
+    "pcie5-x16-host": "through host memory over PCIe 5",
+    "pcie4-x16-host": "through host memory over PCIe 4",
+}
+"""The second has sums of two H200, scaled to more GPUs, the third those that others measured on eight L40S."""
+SCARCE = "pcie4-x16-host"
+"""Left out but where eight GPUs decode: nothing else of it is new."""
 MODELS = {"k2": 8, "k2-24": 4}
 """Folders of bench/configs, and the GPUs that they are for."""
 
@@ -229,8 +239,11 @@ def sections(case: Case) -> Iterator[tuple[str, str]]:
     spec, ranks, where = case.spec, case.ranks, f"{case.num_gpus} H200"
     yield f"Ranks alone, {spec.num_layers} layers", ranks_table(ranks)
     for links, title in LINKS.items():
-        yield f"{where}, {title}: decode, tokens/s", decode_table(spec, ranks, machine_with(case.num_gpus, links))
+        if links != SCARCE or case.num_gpus == 8:
+            yield f"{where}, {title}: decode, tokens/s", decode_table(spec, ranks, machine_with(case.num_gpus, links))
     for links, title in LINKS.items():
+        if links == SCARCE:
+            continue
         yield f"{where}, {title}: prompts", prompt_table(spec, ranks, machine_with(case.num_gpus, links))
 
 

@@ -75,7 +75,7 @@ class Nowhere:
 
     def receive(self, plan_id: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Given:
         """As much of the block as is asked for."""
-        assert self._block.dtype == dtype
+        assert self._block.dtype == dtype and shape[0] <= len(self._block)
         return Given(self._block[: shape[0]])
 
 
@@ -111,7 +111,8 @@ class LoneRank:
         if device.type == "cuda":
             device = torch.device("cuda", 0)
             take_gpu(device)
-        hidden = torch.randn(config.schedule.chunk, self.spec.hidden, dtype=dtype, device=device)
+        most = max(config.schedule.chunk, config.schedule.max_running)
+        hidden = torch.randn(most, self.spec.hidden, dtype=dtype, device=device)
         tokens = torch.randint(self.spec.vocab_size, (config.schedule.max_running,), device=device)
         comm = alone(self.mesh, rank, hidden, tokens)
         stage = build_stage(config, source, self.spec, rank, comm, device, lambda done, total: None)

@@ -144,7 +144,7 @@ class WarmUp(msgspec.Struct, frozen=True):
     prompt_s: float = 0.0
     """To the prompt's token."""
     decode_s: float = 0.0
-    """From one token to the next, at its shortest."""
+    """From one token to the next, in the mean; the first decode step is left out where there are more."""
 
 
 class EngineStatus(msgspec.Struct, frozen=True, tag="status"):

@@ -48,6 +48,12 @@ def test_the_only_rank_of_a_layout_writes_what_the_engine_does(tmp_path: Path) -
     assert len(rank.decode(3, 4, 1, 1, 1)) == 1
 
 
+def test_more_rows_than_a_chunk_has_tokens(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "m", "kimi_k2_int4", tokenizer=False)
+    few = replace(config(folder, "pp2"), schedule=ScheduleConfig(max_running=3, chunk=2, run_ahead=0))
+    assert len(LoneRank(few, 1, 3 * 20).decode(3, 2, 1, 2, 2)) == 2
+
+
 @pytest.mark.parametrize(("layout", "rank"), [("pp2", 0), ("pp2", 1), ("tp2", 1), ("ep2", 0), ("pp2ep2", 3)])
 def test_a_rank_of_any_layout_runs_alone_with_its_share(layout: str, rank: int, tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "m", "kimi_k2_int4", tokenizer=False)
@@ -99,11 +105,22 @@ def test_measured_as_planned_is_the_plan_and_twice_as_slow_is_not(layout: str) -
 
 
 def test_the_last_record_of_a_size_counts() -> None:
+    same = {
+        "kind": "rank",
+        "model": "k2",
+        "layout": "pp8",
+        "predicted_ms": 1.0,
+        "gpu": "x",
+        "stage": 1,
+        "note": "",
+        "prompt": 128,
+    }
     rows = [
-        {"kind": "rank", "model": "k2", "layout": "pp8", "key": key, "predicted_ms": 1.0, "step_ms": ms}
-        for key, ms in (("a", 1.0), ("b", 2.0), ("a", 3.0))
+        same | {"split": split, "rows": count, "step_ms": ms}
+        for split, count, ms in (([8], 1, 1.0), ([7], 1, 9.0), ([8], 4, 2.0), ([8], 1, 3.0))
     ]
     assert [row["step_ms"] for row in latest_ranks([*rows, {"kind": "decode"}], "k2")["pp8"]] == [3.0, 2.0]
+    assert [row["step_ms"] for row in latest_ranks(rows[:2], "k2")["pp8"]] == [9.0], "ranks of two splits are not one"
 
 
 def test_the_page_holds_what_the_records_say() -> None:

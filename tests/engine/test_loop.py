@@ -10,6 +10,7 @@ import pytest
 from headrace.config import EngineConfig
 from headrace.engine.executor import Executor
 from headrace.engine.loop import Engine
+from headrace.engine.requests import decode_step_s
 from headrace.errors import UserError
 from headrace.weights.source import read_spec, resolve
 from tests.tiny import write_tiny
@@ -34,7 +35,17 @@ def test_a_rank_that_compiles_after_its_last_byte_is_warming_up(
     try:
         with pytest.raises(UserError, match="enough"):
             engine.run(lambda done, total: told.append((done, total)), lambda _: None)
+        # Whoever asks hears why from the supervisor, not that it is stopping.
+        assert engine.status().phase == "warming"
     finally:
         engine._context.destroy(linger=0)
     assert seen == [("loading", "1 of 2 bytes of weights"), ("warming", ""), ("warming", "")]
     assert told == [(1, 2), (2, 2), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("times", "mean"),
+    [([1.0, 3.0], 2.0), ([1.0, 3.0, 4.0], 1.0), ([1.0, 9.0, 9.0, 9.0, 12.0, 13.0], 1.0), ([1.0, 1.5, 2.5, 2.5], 0.5)],
+)
+def test_results_that_come_together_make_no_step_short(times: list[float], mean: float) -> None:
+    assert decode_step_s(times) == pytest.approx(mean)

@@ -240,6 +240,25 @@ def test_from_a_probed_file(layout: tuple[int, int, int]) -> None:
     assert sum(map(abs, errors)) / len(errors) < 0.06 and max(map(abs, errors)) < 0.11
 
 
+NO_P2P = {
+    (2, 1, 1): {1: 476, 8: 2493, 32: 4200, 128: 7486, 256: 12271},
+    (1, 2, 1): {1: 631, 8: 2606, 32: 4763, 128: 10793, 256: 16140},
+}
+
+
+@pytest.mark.parametrize("layout", NO_P2P)
+def test_through_host_memory(layout: tuple[int, int, int]) -> None:
+    """The slice of K2 with NCCL_P2P_DISABLE=1; the link's short sums are from tp2 at 1 and 8."""
+    pp, tp, ep = layout
+    mesh = Mesh(pp=pp, tp=tp, ep=ep, split=(5, 3) if pp == 2 else (8,))
+    cost = Roofline(SLICE, mesh, Machine(gpus=(H200,) * 2, link=catalogue().link("pcie5-x16-host")), Uniform())
+    errors = []
+    for num_requests, rate in NO_P2P[layout].items():
+        sizes = decode_sizes(num_requests, pp, decode_balance(SLICE, mesh))
+        errors.append(num_requests / decode_pace(cost, sizes, 192, 2).period_s / rate - 1)
+    assert sum(map(abs, errors)) / len(errors) < 0.05 and max(map(abs, errors)) < 0.06
+
+
 def tp8_rates(link: str, counts: tuple[int, ...]) -> list[float]:
     """K2.6 over eight RTX PRO 6000, contexts of 1000, an fp8 KV cache."""
     mesh, gpu = Mesh(pp=1, tp=8, ep=1, split=(61,)), catalogue().gpu("rtx-pro-6000")

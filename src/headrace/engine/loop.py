@@ -15,7 +15,7 @@ import zmq
 from headrace.channel import Listener
 from headrace.config import EngineConfig
 from headrace.engine.executor import Capacity, Executor
-from headrace.engine.requests import Intake, warm_up
+from headrace.engine.requests import Intake, decode_step_s, warm_up
 from headrace.errors import PeerLost, QueueFull, UserError
 from headrace.mesh import build_mesh
 from headrace.plan.curve import cost_curve
@@ -196,10 +196,7 @@ class Engine:
         self._scheduler.num_prefix_queries = 0
         times = self._token_times_s
         if len(times) > 1:
-            # Results of steps that run ahead may be taken in together: the mean of all has no use for when each came.
-            first = min(1, len(times) - 2)
-            decode_s = (times[-1] - times[first]) / (len(times) - 1 - first)
-            self._warm_up = WarmUp(length, times[0] - began, decode_s)
+            self._warm_up = WarmUp(length, times[0] - began, decode_step_s(times))
 
     # --- one turn ---------------------------------------------------------------------------------------------------
 

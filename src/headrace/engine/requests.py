@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -47,3 +48,13 @@ def warm_up(length: int) -> Submit:
     """A request that passes every stage: a prompt of `length` tokens, then a few decodes, as far as there is room."""
     tokens = np.zeros(length, dtype="<i4").tobytes()
     return Submit(WARM_UP, tokens, SamplingParams(temperature=0.0, max_tokens=WARM_TOKENS, ignore_eos=True))
+
+
+def decode_step_s(token_times_s: Sequence[float]) -> float:
+    """From one token to the next, by when each of the warm-up's was there; at least two.
+
+    Results of steps that run ahead may come together, so that one gap says nothing: it is the mean of those after the
+    first, which is left out where there are more.
+    """
+    first = min(1, len(token_times_s) - 2)
+    return (token_times_s[-1] - token_times_s[first]) / (len(token_times_s) - 1 - first)

@@ -22,7 +22,7 @@ class Figures(msgspec.Struct, frozen=True):
     prompt_s: float = 0.0
     """The warm-up's prompt, from being planned to its token."""
     decode_s: float = 0.0
-    """The decode step after it, from token to token."""
+    """A decode step after it, from token to token, in the mean."""
 
 
 class Start(msgspec.Struct, frozen=True):

@@ -61,7 +61,8 @@ class Screen:
         """When each kind of work was first heard of, and how much of it was done by then."""
         self._shown_text = ""
         self._shown_s = 0.0
-        self._shown: tuple[str, int, int] | None = None
+        self._last = ""
+        self._ended: tuple[str, int] | None = None
         self._open_line = False
 
     def line(self, text: str) -> None:
@@ -87,9 +88,11 @@ class Screen:
             self._open_line = True
             return
         due = event.text != self._shown_text or done >= total or now - self._shown_s >= LINE_PERIOD_S
-        shown = (event.text, done, total)
-        if due and shown != self._shown:
-            self._shown_text, self._shown_s, self._shown = event.text, now, shown
+        # Who ends late says once more that all is done.
+        again = done >= total and (event.text, done) == self._ended
+        if due and text != self._last and not again:
+            self._shown_text, self._shown_s, self._last = event.text, now, text
+            self._ended = (event.text, done) if done >= total else None
             self.line(text)
 
 

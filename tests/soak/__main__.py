@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import json
 import os
 import platform
@@ -15,13 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 
 from headrace.text.tokenizer import load_tokenizer
 from headrace.weights.source import resolve
 from tests.parity.server import Server, metric, names_of, served
-from tests.soak.answers import LONGEST_ANSWER, Asked, greedy_requests, sampled_requests
+from tests.soak.answers import LONGEST_ANSWER, greedy_requests, sampled_requests
 from tests.soak.clients import LONG_PROMPT, Crowd, Tally
 from tests.tiny import VOCAB, load_reference, write_tiny
 
@@ -57,7 +55,8 @@ def main() -> int:
 def soak(scratch: Path, minutes: float, seed: int) -> dict[str, Any]:
     """The summary; `problems` is empty where all held."""
     folder = write_tiny(scratch / "model", "llama_tied", seed=seed, max_position_embeddings=2048)
-    requests = greedy_requests(load_reference(folder, scratch / "plain"), seed)
+    reference = load_reference(folder, scratch / "plain")
+    requests = [*greedy_requests(reference, seed), *sampled_requests(reference, seed)]
     names = names_of(load_tokenizer(resolve(str(folder), say=lambda _: None)), VOCAB)
     tally, looks = Tally(), list[dict[str, Any]]()
     flags = ["--pp", "2", "--device", "cpu", "--dtype", "float32", "--page-size", "16", "--chunk", "128"]
@@ -65,8 +64,7 @@ def soak(scratch: Path, minutes: float, seed: int) -> dict[str, Any]:
     flags += ["--kv-memory", str(KV_TOKENS * TOKEN_BYTES)]
     with served(str(folder), *flags, stderr=scratch / "log") as server:
         processes = processes_of(server)
-        sampled = asyncio.run(_alone(Crowd(server.url, [], names, tally), sampled_requests(seed)))
-        crowd = Crowd(server.url, [*requests, *sampled], names, tally)
+        crowd = Crowd(server.url, requests, names, tally)
         for part in range(NUM_PARTS):
             asyncio.run(crowd.run(60 * minutes / NUM_PARTS, seed + 1000 * part))
             for problem in settle(server):
@@ -95,12 +93,6 @@ def soak(scratch: Path, minutes: float, seed: int) -> dict[str, Any]:
         },
         "problems": tally.problems,
     }
-
-
-async def _alone(crowd: Crowd, requests: Sequence[Asked]) -> list[Asked]:
-    """The same requests with the answers that a server gives which does nothing else."""
-    async with httpx.AsyncClient(base_url=crowd.url, timeout=60, trust_env=False) as http:
-        return [dataclasses.replace(each, answer=tuple(await crowd.ask(http, each))) for each in requests]
 
 
 def processes_of(server: Server) -> dict[str, psutil.Process]:

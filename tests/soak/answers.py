@@ -1,4 +1,4 @@
-"""What a fixed set of requests must be answered: greedy ones by transformers, sampled ones by the server alone."""
+"""What a fixed set of requests must be answered, greedy and sampled: by transformers' probabilities."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+
+from headrace.worker.sampler import uniform
 
 CLEAR = 1e-3
 """A greedy answer is asked for only where the best token is ahead of the second by so much at every place."""
+CLEAR_MASS = 1e-5
+"""A sampled one only where no other token's share of the mass begins or ends so near to what was drawn."""
 NUM_GREEDY = 24
 NUM_SAMPLED = 16
 LONGEST_PROMPT = 300
@@ -51,18 +56,31 @@ def greedy_requests(model: Any, seed: int, vocab: int = 256) -> list[Asked]:
     return found
 
 
-def sampled_requests(seed: int, vocab: int = 256) -> list[Asked]:
-    """Requests whose answers follow from their seeds, whatever else the server does."""
+def sampled_requests(model: Any, seed: int, vocab: int = 256) -> list[Asked]:
+    """Requests whose answers follow from their seeds, none of which hangs on a rounding."""
     source = random.Random(seed)
-    return [
-        Asked(
-            tuple(source.randrange(vocab) for _ in range(source.randint(1, 200))),
-            source.randint(20, LONGEST_ANSWER),
-            temperature=1.0,
-            seed=number,
-        )
-        for number in range(NUM_SAMPLED)
-    ]
+    found: list[Asked] = []
+    for number in range(NUM_SAMPLED):
+        prompt = tuple(source.randrange(vocab) for _ in range(source.randint(1, 200)))
+        answer = _drawn(model, prompt, source.randint(20, LONGEST_ANSWER), number)
+        if answer:
+            found.append(Asked(prompt, len(answer), temperature=1.0, seed=number, answer=answer))
+    return found
+
+
+def _drawn(model: Any, prompt: tuple[int, ...], max_tokens: int, seed: int) -> tuple[int, ...]:
+    """What the noise of `seed` draws at temperature 1, as far as it is clear."""
+    ids, answer = list(prompt), list[int]()
+    seeds = np.array([seed], dtype=np.uint64)
+    with torch.inference_mode():
+        for _ in range(max_tokens):
+            probs = model(torch.tensor([ids]), logits_to_keep=1).logits[0, -1].double().softmax(-1)
+            mass, noise = probs.cumsum(-1), float(uniform(seeds, np.array([len(ids)]))[0])
+            if float((mass - noise).abs().min()) < CLEAR_MASS:
+                break
+            answer.append(int(torch.searchsorted(mass, noise, right=True)))
+            ids.append(answer[-1])
+    return tuple(answer)
 
 
 def _answer(model: Any, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:

@@ -60,7 +60,7 @@ def main() -> None:
     index = {**about, "kind": "index", "tensors": NUM_TENSORS, **open_index()}
     show(index)
     keep(index)
-    cases = [("raw", "pp1"), ("direct", "pp1"), ("safetensors", "pp1")]
+    cases = [("raw", "pp1"), ("direct", "pp1"), ("fresh", "pp1"), ("safetensors", "pp1")]
     cases += [("headrace", layout) for layout in options.layouts.split(",")]
     for cold in (True, False):
         runs: dict[tuple[str, str], list[dict[str, Any]]] = {case: [] for case in cases}
@@ -150,11 +150,11 @@ def measure(folder: Path, files: list[Path], kind: str, layout: str, *, cold: bo
 def run_one(folder: Path, kind: str, layout: str, rank: int) -> None:
     """In a process of its own: get ready, wait for a word, load, say what it took as JSON."""
     files = sorted(folder.glob("*.safetensors"))
-    if kind in ("raw", "direct"):
+    if kind in ("raw", "direct", "fresh"):
         used, held = sum(file.stat().st_size for file in files), 0
 
         def work() -> None:
-            read_all(files, direct=kind == "direct")
+            read_all(files, direct=kind == "direct", fresh=kind == "fresh")
 
     else:
         work, used, held = loader(folder, kind, layout, rank)
@@ -209,19 +209,26 @@ def loader(folder: Path, kind: str, layout: str, rank: int) -> tuple[Callable[[]
     return headrace if kind == "headrace" else safetensors, used, held
 
 
-def read_all(files: list[Path], *, direct: bool) -> None:
-    """Every byte of the files into a few buffers that nobody looks at; `direct`: past the page cache."""
-    local = threading.local()
+def read_all(files: list[Path], *, direct: bool, fresh: bool) -> None:
+    """Every byte of the files into a few buffers that nobody looks at.
 
-    def read(file: Path, offset: int) -> None:
-        if not hasattr(local, "buffer"):
+    direct: past the page cache. fresh: into memory that nobody has touched, as weights on a processor go.
+    """
+    local = threading.local()
+    blocks = [(file, at) for file in files for at in range(0, file.stat().st_size, BLOCK_BYTES)]
+    whole = memoryview(mmap.mmap(-1, len(blocks) * BLOCK_BYTES)) if fresh else None
+
+    def read(index: int) -> None:
+        file, offset = blocks[index]
+        if whole is None and not hasattr(local, "buffer"):
             local.buffer = mmap.mmap(-1, BLOCK_BYTES)
+        into = local.buffer if whole is None else whole[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
         fd = os.open(file, os.O_RDONLY | (os.O_DIRECT if direct else 0))
-        os.preadv(fd, [local.buffer], offset)
+        os.preadv(fd, [into], offset)
         os.close(fd)
 
     with ThreadPoolExecutor(READERS) as pool:
-        list(pool.map(lambda at: read(*at), [(f, at) for f in files for at in range(0, f.stat().st_size, BLOCK_BYTES)]))
+        list(pool.map(read, range(len(blocks))))
 
 
 def open_index() -> dict[str, float]:

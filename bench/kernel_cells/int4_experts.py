@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from bench.kernel_cells import Cell
 
+from headrace.kernels.dispatch import ExpertPlan
 from headrace.kernels.int4_experts import Fragments, Tile, product_cuda, tile_for
 
 EXPERTS, TOP_K, HIDDEN, INNER = 384, 8, 7168, 2048
@@ -74,16 +75,10 @@ NARROW_DOWN_TILES = (
 
 
 @dataclass(frozen=True)
-class Routing:
+class Routing(ExpertPlan):
     """Uniform choices, sorted and cut into blocks (built here, so that only the product is measured)."""
 
-    rows: torch.Tensor
-    block_expert: torch.Tensor
-    block_first: torch.Tensor
-    block_count: torch.Tensor
-    num_blocks: torch.Tensor
     distinct: int
-    block: int = 8
 
 
 def routing(tokens: int, held: int, seed: int) -> Routing:
@@ -103,7 +98,7 @@ def routing(tokens: int, held: int, seed: int) -> Routing:
     experts, firsts, sizes = (table[:, i].contiguous().cuda() for i in range(3))
     num_blocks = torch.tensor([len(found)], dtype=torch.int32).cuda()
     distinct = sum(1 for count in counts if count)
-    return Routing(order.int().cuda(), experts, firsts, sizes, num_blocks, distinct)
+    return Routing(order.int().cuda(), experts, firsts, sizes, num_blocks, 8, distinct)
 
 
 def random_stack(experts: int, rows: int, columns: int) -> Fragments:

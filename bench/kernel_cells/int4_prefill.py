@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from bench.kernel_cells import Cell
 
+from headrace.kernels.dispatch import ExpertPlan
 from headrace.kernels.int4_experts import Fragments
 from headrace.kernels.int4_prefill import Tile, limits, product_cuda, tile_for
 
@@ -22,15 +23,9 @@ ROUTINGS = 3
 
 
 @dataclass(frozen=True)
-class Planned:
+class Planned(ExpertPlan):
     """Pairs in blocks."""
 
-    rows: torch.Tensor
-    block_expert: torch.Tensor
-    block_first: torch.Tensor
-    block_count: torch.Tensor
-    num_blocks: torch.Tensor
-    block: int
     distinct: int
     pairs: int
     """Of held experts."""

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from headrace.kernels.dispatch import ExpertPlan
 from headrace.kernels.int4_experts import Fragments, Tile, down, gate_up, product_cuda, repack, tile_for
 from headrace.weights.formats import dequantise
-from tests.kernels.test_int4_experts import EMULATED_TILES, Blocks, blocks_of, stored
+from tests.kernels.test_int4_experts import EMULATED_TILES, blocks_of, stored
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -19,14 +20,14 @@ SHAPES = [(32, 64), (96, 192), (160, 1088), (4096, 7168), (2048, 7168)]
 DOWN_SHAPES = [(16, 64), (48, 192), (7168, 2048), (7168, 1024)]
 
 
-def to_cuda(plan: Blocks) -> Blocks:
+def to_cuda(plan: ExpertPlan) -> ExpertPlan:
     names = ("rows", "block_expert", "block_first", "block_count", "num_blocks")
     return replace(plan, **{name: getattr(plan, name).cuda() for name in names})
 
 
 def case(
     experts: int, rows: int, columns: int, tokens: int, k: int, held: range, block: int, gated: bool
-) -> tuple[torch.Tensor, Blocks, Fragments, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ExpertPlan, Fragments, torch.Tensor, torch.Tensor]:
     """x, plan, weights, float64 result and which pairs have one."""
     generator = torch.Generator().manual_seed(rows + columns + tokens)
     packed, scale = (t.cuda() for t in stored(len(held), rows, columns, seed=tokens))

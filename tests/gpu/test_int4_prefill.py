@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from headrace.kernels.dispatch import ExpertPlan
 from headrace.kernels.int4_experts import Fragments
 from headrace.kernels.int4_prefill import Tile, down, gate_up, limits, product_cuda, tile_for
-from tests.kernels.test_int4_prefill import Blocks, blocks_of
+from tests.kernels.test_int4_experts import blocks_of
 
 pytestmark = pytest.mark.gpu
 
@@ -32,12 +33,12 @@ def random_stack(experts: int, rows: int, columns: int) -> Fragments:
     return Fragments(words.to(torch.int32), scales.bfloat16())
 
 
-def on_device(plan: Blocks) -> Blocks:
+def on_device(plan: ExpertPlan) -> ExpertPlan:
     rows, expert, first, count, num_blocks = (array.cuda() for array in arrays_of(plan))
-    return Blocks(rows, expert, first, count, num_blocks, plan.block)
+    return ExpertPlan(rows, expert, first, count, num_blocks, plan.block)
 
 
-def arrays_of(plan: Blocks) -> tuple[torch.Tensor, ...]:
+def arrays_of(plan: ExpertPlan) -> tuple[torch.Tensor, ...]:
     return plan.rows, plan.block_expert, plan.block_first, plan.block_count, plan.num_blocks
 
 
@@ -46,7 +47,7 @@ def random_ids(tokens: int, experts: int, k: int, skew: float = 0.0) -> torch.Te
     return scores.topk(k).indices
 
 
-def expected(x: torch.Tensor, plan: Blocks, stack: Fragments, *, gated: bool) -> torch.Tensor:
+def expected(x: torch.Tensor, plan: ExpertPlan, stack: Fragments, *, gated: bool) -> torch.Tensor:
     """float64 at pair index; NaN for pairs that no held expert computes."""
     width = stack.rows // (2 if gated else 1)
     share = plan.rows.numel() // x.shape[0]
@@ -107,14 +108,14 @@ def test_chain_in_a_graph(block: int) -> None:
     plans = [on_device(blocks_of(random_ids(tokens, 6, k, skew), held, block)) for skew in (0.0, 2.0)]
     most = max(plan.block_expert.numel() for plan in plans)
 
-    def padded(plan: Blocks) -> Blocks:
+    def padded(plan: ExpertPlan) -> ExpertPlan:
         expert, first, count = (F.pad(column, (0, most - column.numel())) for column in arrays_of(plan)[1:4])
-        return Blocks(plan.rows, expert, first, count, plan.num_blocks, block)
+        return ExpertPlan(plan.rows, expert, first, count, plan.num_blocks, block)
 
     plans = [padded(plan) for plan in plans]
     xs = [torch.randn(tokens, 512, device="cuda", dtype=torch.bfloat16) for _ in plans]
     rows, expert, first_pair, count, num_blocks = (array.clone() for array in arrays_of(plans[0]))
-    live = Blocks(rows, expert, first_pair, count, num_blocks, block)
+    live = ExpertPlan(rows, expert, first_pair, count, num_blocks, block)
     x = xs[0].clone()
     down(gate_up(x, live, first), live, second)  # compiles
     torch.cuda.synchronize()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from headrace.kernels.dispatch import ExpertPlan
 from headrace.kernels.int4_experts import (
     SOURCE,
     Fragments,
@@ -25,17 +25,7 @@ from headrace.weights.formats import dequantise, unpack_int4
 from tests.kernels.emulated import emulated, needs_compiler
 
 
-@dataclass(frozen=True)
-class Blocks:
-    rows: torch.Tensor
-    block_expert: torch.Tensor
-    block_first: torch.Tensor
-    block_count: torch.Tensor
-    num_blocks: torch.Tensor
-    block: int
-
-
-def blocks_of(ids_Tk: torch.Tensor, held: range, block: int, spare: int = 3) -> Blocks:
+def blocks_of(ids_Tk: torch.Tensor, held: range, block: int, spare: int = 3) -> ExpertPlan:
     """The plan in plain Python, with `spare` unused blocks of nonsense at the end."""
     pairs = [(int(e) - held.start, p) for p, e in enumerate(ids_Tk.flatten()) if int(e) in held]
     rows: list[int] = []
@@ -50,7 +40,7 @@ def blocks_of(ids_Tk: torch.Tensor, held: range, block: int, spare: int = 3) -> 
     rows += [1 << 20] * (ids_Tk.numel() - len(rows))
     experts, firsts, counts = torch.tensor(found, dtype=torch.int32).T.contiguous()
     used = torch.tensor([num_blocks], dtype=torch.int32)
-    return Blocks(torch.tensor(rows, dtype=torch.int32), experts, firsts, counts, used, block)
+    return ExpertPlan(torch.tensor(rows, dtype=torch.int32), experts, firsts, counts, used, block)
 
 
 def stored(experts: int, rows: int, columns: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,7 +131,7 @@ def test_every_shape_has_a_tile() -> None:
     assert tile_for(True, 7168, 4096, 16).nb == 2
 
 
-def emulate(x: torch.Tensor, plan: Blocks, stack: Fragments, tile: Tile, grid: int, *, gated: bool) -> torch.Tensor:
+def emulate(x: torch.Tensor, plan: ExpertPlan, stack: Fragments, tile: Tile, grid: int, *, gated: bool) -> torch.Tensor:
     """What the kernel writes, over NaN; its loads stay inside and on their alignment, and every weight is read once."""
     steps = stack.columns // 64
     width = stack.rows // (2 if gated else 1)

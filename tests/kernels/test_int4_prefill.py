@@ -3,41 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from headrace.kernels.dispatch import ExpertPlan
 from headrace.kernels.int4_experts import Fragments
 from headrace.kernels.int4_prefill import SOURCE, Tile, down, gate_up, tile_for
 from headrace.weights.formats import dequantise, unpack_int4
 from tests.kernels.emulated import emulated, needs_compiler
-
-
-@dataclass(frozen=True)
-class Blocks:
-    rows: torch.Tensor
-    block_expert: torch.Tensor
-    block_first: torch.Tensor
-    block_count: torch.Tensor
-    num_blocks: torch.Tensor
-    block: int
-
-
-def blocks_of(ids_Tk: torch.Tensor, held: range, block: int) -> Blocks:
-    """The plan in plain Python, with unused blocks of nonsense at the end."""
-    rows: list[int] = []
-    found: list[tuple[int, int, int]] = []
-    for expert in held:
-        mine = [pair for pair, chosen in enumerate(ids_Tk.flatten().tolist()) if chosen == expert]
-        for start in range(0, len(mine), block):
-            found.append((expert - held.start, len(rows) + start, min(block, len(mine) - start)))
-        rows += mine
-    num_blocks = torch.tensor([len(found)], dtype=torch.int32)
-    rows += [1 << 20] * (ids_Tk.numel() - len(rows))
-    expert, first, count = torch.tensor([*found, (1 << 20, 1 << 20, 1 << 20)], dtype=torch.int32).T.contiguous()
-    return Blocks(torch.tensor(rows, dtype=torch.int32), expert, first, count, num_blocks, block)
+from tests.kernels.test_int4_experts import blocks_of
 
 
 def fragments_of(experts: int, rows: int, columns: int) -> tuple[Fragments, torch.Tensor]:
@@ -107,7 +83,7 @@ def test_blocks_that_no_tile_serves() -> None:
     assert tile_for((7, 5), 20_000, 64) is None
 
 
-def emulate(x: torch.Tensor, plan: Blocks, stack: Fragments, tile: Tile, grid: int, *, gated: bool) -> torch.Tensor:
+def emulate(x: torch.Tensor, plan: ExpertPlan, stack: Fragments, tile: Tile, grid: int, *, gated: bool) -> torch.Tensor:
     """What the kernel writes, over NaN; its copies stay inside their arrays and on their alignment."""
     width = stack.rows // (2 if gated else 1)
     out = torch.full((plan.rows.shape[0], width), float("nan"), dtype=torch.bfloat16)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from headrace.kernels.activation import silu_mul
 from headrace.kernels.device import limits
+from headrace.kernels.dispatch import ExpertPlan
 from headrace.kernels.nvrtc import Kernel, defined, kernel
 from headrace.weights.formats import dequantise
 
@@ -25,40 +25,6 @@ ROWS, COLUMNS, GROUP = 16, 64, 32
 
 _SLICE_BYTES = 64 << 20
 _TOKENS = 8  # columns of one product of the tensor cores
-
-
-class Plan(Protocol):
-    """Pairs sorted by expert and cut into blocks; on the device throughout."""
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """int32 [P]: pair indices (token * k + choice), sorted by local expert; pairs of other ranks are left out."""
-        ...
-
-    @property
-    def block_expert(self) -> torch.Tensor:
-        """int32 [B]: a block's local expert."""
-        ...
-
-    @property
-    def block_first(self) -> torch.Tensor:
-        """int32 [B]: where a block begins in `rows`."""
-        ...
-
-    @property
-    def block_count(self) -> torch.Tensor:
-        """int32 [B]: its pairs, 1 to `block`."""
-        ...
-
-    @property
-    def num_blocks(self) -> torch.Tensor:
-        """int32 [1]: blocks in use, the first of B."""
-        ...
-
-    @property
-    def block(self) -> int:
-        """Most pairs that a block holds."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -202,7 +168,7 @@ def tile_for(gated: bool, columns: int, pairs: int, block: int = _TOKENS) -> Til
     return next(tile for kind, most, least, tile in _TILES if kind == gated and pairs <= most and steps >= least)
 
 
-def gate_up(x_TD: torch.Tensor, plan: Plan, stack: Fragments) -> torch.Tensor:
+def gate_up(x_TD: torch.Tensor, plan: ExpertPlan, stack: Fragments) -> torch.Tensor:
     """silu(gate) * up of every pair's expert and token: [P, I] at pair index.
 
     The stack's rows are gate, then up. Rows of pairs that are not in the plan are undefined.
@@ -210,7 +176,7 @@ def gate_up(x_TD: torch.Tensor, plan: Plan, stack: Fragments) -> torch.Tensor:
     return _product(x_TD, plan, stack, gated=True)
 
 
-def down(inner_PI: torch.Tensor, plan: Plan, stack: Fragments, *, follows_gate_up: bool = False) -> torch.Tensor:
+def down(inner_PI: torch.Tensor, plan: ExpertPlan, stack: Fragments, *, follows_gate_up: bool = False) -> torch.Tensor:
     """Every pair's product with its expert: [P, D] at pair index; rows of pairs not in the plan are undefined.
 
     follows_gate_up: the launch right before this one is `gate_up` with the same plan, so that weights may be on their
@@ -221,7 +187,7 @@ def down(inner_PI: torch.Tensor, plan: Plan, stack: Fragments, *, follows_gate_u
 
 
 def _product(
-    x_RK: torch.Tensor, plan: Plan, stack: Fragments, *, gated: bool, follows_gate_up: bool = False
+    x_RK: torch.Tensor, plan: ExpertPlan, stack: Fragments, *, gated: bool, follows_gate_up: bool = False
 ) -> torch.Tensor:
     if not x_RK.is_cuda or x_RK.dtype != torch.bfloat16:
         return product_reference(x_RK, plan, stack, gated=gated)
@@ -230,7 +196,7 @@ def _product(
     return product_cuda(x_RK, plan, stack, tile, gated=gated, follows_gate_up=follows_gate_up)
 
 
-def product_reference(x_RK: torch.Tensor, plan: Plan, stack: Fragments, *, gated: bool) -> torch.Tensor:
+def product_reference(x_RK: torch.Tensor, plan: ExpertPlan, stack: Fragments, *, gated: bool) -> torch.Tensor:
     """Block by block in torch; zeros for pairs that are not in the plan."""
     pairs, share = plan.rows.shape[0], _share(x_RK, plan)
     out_PO = x_RK.new_zeros(pairs, stack.rows // 2 if gated else stack.rows)
@@ -245,7 +211,7 @@ def product_reference(x_RK: torch.Tensor, plan: Plan, stack: Fragments, *, gated
 
 def product_cuda(
     x_RK: torch.Tensor,
-    plan: Plan,
+    plan: ExpertPlan,
     stack: Fragments,
     tile: Tile,
     *,
@@ -282,7 +248,7 @@ def product_cuda(
     return out_PO
 
 
-def _share(x_RK: torch.Tensor, plan: Plan) -> int:
+def _share(x_RK: torch.Tensor, plan: ExpertPlan) -> int:
     """Pairs that read one row of x."""
     pairs, rows = plan.rows.shape[0], x_RK.shape[0]
     assert pairs % max(1, rows) == 0, (pairs, rows)

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from headrace.kernels.device import limits as limits
-from headrace.kernels.int4_experts import COLUMNS, ROWS, Fragments, Plan, fits, product_reference
+from headrace.kernels.dispatch import ExpertPlan
+from headrace.kernels.int4_experts import COLUMNS, ROWS, Fragments, fits, product_reference
 from headrace.kernels.nvrtc import Kernel, defined, kernel
 
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -91,7 +92,7 @@ def block_for(pairs_each: float, device: torch.device) -> int:
     return WIDE_BLOCK if pairs_each >= _WIDE_FROM and limits(device).capability == (9, 0) else BLOCK
 
 
-def gate_up(x_TD: torch.Tensor, plan: Plan, stack: Fragments) -> torch.Tensor:
+def gate_up(x_TD: torch.Tensor, plan: ExpertPlan, stack: Fragments) -> torch.Tensor:
     """silu(gate) * up of every pair's expert and token: [P, I] at pair index.
 
     The stack's rows are gate, then up. Rows of pairs that are not in the plan are undefined.
@@ -99,13 +100,13 @@ def gate_up(x_TD: torch.Tensor, plan: Plan, stack: Fragments) -> torch.Tensor:
     return _product(x_TD, plan, stack, gated=True)
 
 
-def down(inner_PI: torch.Tensor, plan: Plan, stack: Fragments) -> torch.Tensor:
+def down(inner_PI: torch.Tensor, plan: ExpertPlan, stack: Fragments) -> torch.Tensor:
     """Every pair's product with its expert: [P, D] at pair index; rows of pairs not in the plan are undefined."""
     assert inner_PI.shape[0] == plan.rows.shape[0], (inner_PI.shape, plan.rows.shape)
     return _product(inner_PI, plan, stack, gated=False)
 
 
-def _product(x_RK: torch.Tensor, plan: Plan, stack: Fragments, *, gated: bool) -> torch.Tensor:
+def _product(x_RK: torch.Tensor, plan: ExpertPlan, stack: Fragments, *, gated: bool) -> torch.Tensor:
     if x_RK.is_cuda and x_RK.dtype == torch.bfloat16:
         device = limits(x_RK.device)
         tile = tile_for(device.capability, device.smem, plan.block)
@@ -114,7 +115,7 @@ def _product(x_RK: torch.Tensor, plan: Plan, stack: Fragments, *, gated: bool) -
     return product_reference(x_RK, plan, stack, gated=gated)
 
 
-def product_cuda(x_RK: torch.Tensor, plan: Plan, stack: Fragments, tile: Tile, *, gated: bool) -> torch.Tensor:
+def product_cuda(x_RK: torch.Tensor, plan: ExpertPlan, stack: Fragments, tile: Tile, *, gated: bool) -> torch.Tensor:
     """One launch with a given tile; bf16 on CUDA."""
     pairs, columns = plan.rows.shape[0], stack.columns
     assert x_RK.dtype == torch.bfloat16 and x_RK.is_contiguous() and x_RK.shape[1] == columns, (x_RK.shape, columns)

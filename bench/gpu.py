@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.errors import UserError
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 ENGINE, KERNELS = RESULTS / "gpu.jsonl", RESULTS / "gpu-kernels.jsonl"
@@ -41,10 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table.add_argument("--engine", type=Path, nargs="*", default=[ENGINE], metavar="FILE")
     table.add_argument("--kernels", type=Path, nargs="*", default=[KERNELS], metavar="FILE")
     options = parser.parse_args(given)
-    if options.command == "engine":
-        return _engine(options)
-    if options.command == "rank":
-        return _rank(options)
+    try:
+        if options.command == "engine":
+            return _engine(options)
+        if options.command == "rank":
+            return _rank(options)
+    except UserError as error:
+        print(f"bench.gpu {options.command}: {error}", file=sys.stderr)
+        return 2
     from bench.gpu_table import read_rows, tables
 
     print(
@@ -113,7 +119,7 @@ def _rank(options: argparse.Namespace) -> int:
             layout=options.layout,
             split=split_of(options.split),
             stage=options.stage,
-            rows=[int(count) for count in options.rows.split(",") if count],
+            rows=[_count("--rows", one) for one in options.rows.split(",") if one],
             prompt=options.prompt,
             prefill=options.prefill,
             repeats=options.repeats,
@@ -131,14 +137,17 @@ def _engine(options: argparse.Namespace) -> int:
 
     layouts = options.layout.split(",")
     for layout in layouts:
-        layout_of(layout)
+        try:
+            layout_of(layout)
+        except ValueError as error:
+            raise UserError(f"--layout: {error}") from None
     more = dict(_option(text) for text in options.option)
     return measure_all(
         Plan(
             model=options.model,
             layouts=layouts,
             splits=options.split.split("/"),
-            requests=[FIT if count == "fit" else int(count) for count in options.requests.split(",") if count],
+            requests=[FIT if one == "fit" else _count("--requests", one) for one in options.requests.split(",") if one],
             prompt=options.prompt,
             short=options.short,
             output=options.output,
@@ -157,6 +166,13 @@ def _engine(options: argparse.Namespace) -> int:
             note=options.note,
         )
     )
+
+
+def _count(flag: str, text: str) -> int:
+    """A number of at least one."""
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"{flag} {text}: must be whole numbers of at least 1")
+    return int(text)
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -6,6 +6,7 @@ out. Nothing is charged for links.
 
 from __future__ import annotations
 
+from headrace.errors import UserError
 from headrace.mesh import Mesh, best_split, run_costs
 from headrace.plan.reads import StageReads
 from headrace.spec import MlaSpec, ModelSpec, MoeSpec
@@ -60,5 +61,9 @@ def prompt_flops(spec: ModelSpec, length: int) -> float:
 
 
 def split_of(text: str) -> tuple[int, ...] | None:
-    """`6,2` as a split; `auto` is None."""
-    return None if text == "auto" else tuple(int(part) for part in text.split(","))
+    """`6,2` as a split; `auto` is None. Raises UserError."""
+    if text == "auto":
+        return None
+    if not all(part.isdecimal() for part in text.split(",")):
+        raise UserError(f"--split {text}: write auto, or layers a stage like 6,2")
+    return tuple(int(part) for part in text.split(","))

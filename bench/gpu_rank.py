@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from bench.gpu_timing import Machine, machine
 from bench.lone_rank import LoneRank
 
 from headrace.config import EngineConfig, LayoutConfig, ModelConfig, ScheduleConfig
+from headrace.errors import UserError
 from headrace.mesh import Mesh, build_mesh
 from headrace.plan import hardware
 from headrace.plan.cost import Roofline
@@ -58,6 +60,10 @@ def measure_rank(plan: RankPlan) -> int:
     on = machine()
     layout = LayoutConfig(layout=plan.layout, split=plan.split)
     mesh = build_mesh(layout, read_spec(resolve(str(plan.model), say=lambda _: None)))
+    if not 0 <= plan.stage < mesh.pp:
+        raise UserError(f"--stage {plan.stage}: {plan.layout} has stages 0 to {mesh.pp - 1}")
+    if plan.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch finds no GPU here; --device cpu runs on the processor")
     most = max(plan.prefill, max(plan.rows, default=0) * (plan.prompt + WARM + STEPS * plan.repeats))
     rank = LoneRank(_config(plan, layout), mesh.ranks_of(plan.stage)[0], most)
     if plan.backend not in ("any", rank.backend):

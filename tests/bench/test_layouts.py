@@ -79,6 +79,22 @@ def test_records_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "holds no ranks" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--layout", "xx8"], "bench.gpu rank: --layout xx8: write auto, or a name like pp4, tp2, pp4ep2\n"),
+        (["--stage", "8"], "bench.gpu rank: --stage 8: pp8 has stages 0 to 7\n"),
+        (["--rows", "1,x"], "bench.gpu rank: --rows x: must be whole numbers of at least 1\n"),
+        (["--split", "9,x"], "bench.gpu rank: --split 9,x: write auto, or layers a stage like 6,2\n"),
+        (["--layout", "tp3"], None),
+    ],
+)
+def test_what_cannot_be_is_one_line(flags: list[str], said: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rank", "--device", "cpu", *flags]) == 2
+    err = capsys.readouterr().err
+    assert err == said or (said is None and err.startswith("bench.gpu rank: --tp 3: ") and err.count("\n") == 1)
+
+
 def test_ratios_lie_between_those_of_the_nearest_sizes() -> None:
     records = [
         {"rows": rows, "step_ms": ms, "predicted_ms": 1.0} for rows, ms in ((4, 1.2), (1, 1.0), (16, 1.4), (0, 0.9))

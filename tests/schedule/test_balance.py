@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headrace.schedule.balance import Balance, ByCost, Level, level_sizes, period, unequal_quota
@@ -11,24 +11,29 @@ targets_and_ring = st.integers(2, 6).flatmap(
     lambda ways: st.tuples(
         st.lists(st.integers(1, 60), min_size=ways, max_size=ways).map(lambda sizes: sorted(sizes, reverse=True)),
         st.lists(st.integers(0, 80), max_size=ways),
+        st.integers(0, 100),
     )
 )
 
 
 @given(targets_and_ring)
-def test_any_ring_has_the_targets_after_three_trips(given_: tuple[list[int], list[int]]) -> None:
-    targets, ring = given_
+# Halves of the large one are nearer to the small ones: no size may be taken for another's.
+@example(([52, 1, 1], [26, 2, 26], 0))
+@example(([60, 8, 8, 7, 7, 7], [29, 21, 21, 7, 16, 3], 4))
+def test_any_ring_has_the_targets_after_two_trips(given_: tuple[list[int], list[int], int]) -> None:
+    targets, ring, plan_id = given_
     num_ready = sum(targets) - sum(ring)
     if num_ready < 0:  # more is out than there is: not a state
         ring, num_ready = [], sum(targets)
-    for _ in range(3 * len(targets)):
+    for _ in range(2 * len(targets)):
         if ring:
             num_ready += ring.pop(0)
         while len(ring) < len(targets) and num_ready:
-            take = unequal_quota(targets, num_ready, ring)
+            take = unequal_quota(targets, num_ready, plan_id)
             assert 0 < take <= num_ready
             ring.append(take)
             num_ready -= take
+            plan_id += 1
     assert num_ready == 0
     assert Counter(ring) == Counter(targets)
 

@@ -95,14 +95,10 @@ def period(costs: Sequence[Sequence[float]]) -> float:
     return (ends[-1] - ends[ROUNDS // 2 - 1]) / (ROUNDS - ROUNDS // 2)
 
 
-def unequal_quota(targets: Sequence[int], num_ready: int, sizes: Sequence[int]) -> int:
+def unequal_quota(targets: Sequence[int], num_ready: int, plan_id: int) -> int:
     """How many of the `num_ready` decode rows the next plan takes, so that microbatches become and stay `targets`.
 
-    sizes: how many requests are out with each plan. Each stands for the target that is nearest; the largest that nobody
-    stands for comes next. So after one trip all plans in flight are targets, after two they are all of them.
+    Each target has its place in the round of plans, whatever is out: after one trip no microbatch is too large, so all
+    that one lacks is ready when it comes round again, and after two they are the targets.
     """
-    left = list(targets)
-    for size in sorted(filter(None, sizes), reverse=True):
-        if left:
-            left.remove(min(left, key=lambda target: abs(target - size)))
-    return min(num_ready, left[0] if left else targets[-1])
+    return min(num_ready, targets[plan_id % len(targets)])

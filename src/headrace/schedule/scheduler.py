@@ -251,12 +251,12 @@ class Scheduler:
     def _pick(self) -> tuple[list[Job], list[tuple[Job, int]]]:
         """Choose decode rows, and prompt chunks as (job, count). Prompts take what is cached."""
         num_decoding, num_ready = len(self._running) - len(self._prefilling), len(self._ready)
-        out = [flight.num_returning for flight in self._flights]
         targets = self._balance.sizes(num_decoding, self._ways) if num_ready else None
         if targets is None:
+            out = [flight.num_returning for flight in self._flights]
             num_decodes = decode_quota(num_decoding, num_ready, out, self._ways)
         else:
-            num_decodes = unequal_quota(targets, num_ready, out)
+            num_decodes = unequal_quota(targets, num_ready, self._next_plan_id)
         # Prompts get some of every plan, however many decode: else one would wait for whole answers to end.
         kept = -(-self.config.chunk // PROMPT_SHARE) if self._prefilling and self.config.chunk > 1 else 0
         num_decodes = min(num_decodes, self.config.chunk - kept)

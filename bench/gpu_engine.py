@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu_floor import best_decode_floor, decode_floor, prompt_flops, split_of
-from bench.gpu_table import required_ratio, vllm_rate
+from bench.gpu_table import append_row, required_ratio, vllm_rate
 from bench.gpu_timing import Machine, gpu_memory, machine, one_line
 
 from headrace.config import LayoutConfig, ModelConfig, RunConfig, ScheduleConfig
@@ -112,7 +112,7 @@ def measure_all(plan: Plan) -> int:
                 session.num_failed += 1
                 problem = one_line(error)
                 print(f"{layout} {split}: FAILED {problem}", flush=True)
-                _append(plan.out, _head(session, layout, split) | {"key": "", "kind": "failed", "problem": problem})
+                append_row(plan.out, _head(session, layout, split) | {"key": "", "kind": "failed", "problem": problem})
     return 1 if session.num_failed else 0
 
 
@@ -181,7 +181,7 @@ def _measure_layout(session: Session, layout: str, split: str) -> None:
             row.setdefault("busy", shares)
             session.cell_cost_s[kind] = max(session.cell_cost_s.get(kind, 0.0), time.monotonic() - began)
             row = head | row | {"key": _key(session, layout, split, kind, count), "kind": kind}
-            _append(plan.out, row)
+            append_row(plan.out, row)
             print(line(row), flush=True)
 
 
@@ -203,11 +203,6 @@ def _check_backend(stages: Sequence[StageStats], plan: Plan) -> None:
     said = [getattr(stage, "backend", "unknown") for stage in stages]
     if not said or set(said) != {plan.backend}:
         raise Fallback(f"stages ran {said}, {plan.backend} is to be measured")
-
-
-def _append(out: Path, row: Row) -> None:
-    with out.open("a") as file:
-        file.write(json.dumps(row) + "\n")
 
 
 # --- the two measurements -------------------------------------------------------------------------------------------

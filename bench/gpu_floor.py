@@ -9,12 +9,13 @@ from __future__ import annotations
 from headrace.errors import UserError
 from headrace.mesh import Mesh, best_split, run_costs
 from headrace.plan.reads import StageReads
+from headrace.schedule.balance import level_sizes
 from headrace.spec import MlaSpec, ModelSpec, MoeSpec
 
 
 def decode_floor(spec: ModelSpec, mesh: Mesh, requests: int, bytes_per_s: float) -> float:
     """Most tokens a second at so many requests: microbatches of equal size, one a stage."""
-    sizes = _sizes(mesh, requests)
+    sizes = level_sizes(requests, min(mesh.pp, requests))
     stages = range(mesh.pp)
     reads = [StageReads.of(spec, mesh, stage) for stage in stages]
     times = {size: [one.bytes(size) / bytes_per_s for one in reads] for size in set(sizes)}
@@ -30,17 +31,12 @@ def best_decode_floor(spec: ModelSpec, mesh: Mesh, requests: int, bytes_per_s: f
     """
     each = Mesh(pp=spec.num_layers, tp=mesh.tp, ep=mesh.ep, split=(1,) * spec.num_layers)
     layers = [StageReads.of(spec, each, layer) for layer in range(spec.num_layers)]
-    costs_SE = run_costs([sum(layer.bytes(size) for size in _sizes(mesh, requests)) for layer in layers])
+    sizes = level_sizes(requests, min(mesh.pp, requests))
+    costs_SE = run_costs([sum(layer.bytes(size) for size in sizes) for layer in layers])
     split = best_split(lambda _: costs_SE, mesh.pp)
     assert split is not None
     other = Mesh(pp=mesh.pp, tp=mesh.tp, ep=mesh.ep, split=split)
     return decode_floor(spec, other, requests, bytes_per_s), split
-
-
-def _sizes(mesh: Mesh, requests: int) -> list[int]:
-    """Of the microbatches."""
-    count = min(mesh.pp, requests)
-    return [requests // count + (i < requests % count) for i in range(count)]
 
 
 def prompt_flops(spec: ModelSpec, length: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from bench.gpu_table import append_row
 from bench.gpu_timing import Machine, machine
 from bench.lone_rank import LoneRank
 
@@ -71,8 +71,7 @@ def measure_rank(plan: RankPlan) -> int:
         return 1
     plan.out.parent.mkdir(parents=True, exist_ok=True)
     for row in _rows(plan, rank, on):
-        with plan.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        append_row(plan.out, row)
         print(line(row), flush=True)
     return 0
 

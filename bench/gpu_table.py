@@ -34,6 +34,12 @@ def read_rows(path: Path) -> list[Row]:
     return [json.loads(text) for text in path.read_text().splitlines() if text.strip()]
 
 
+def append_row(path: Path, row: Row) -> None:
+    """Add a record to a JSON-lines file."""
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
 def tables(engine: Iterable[Row], kernels: Iterable[Row]) -> str:
     """All of them; of several records of one cell the last one counts."""
     latest = {row["key"]: row for row in engine if row.get("key")}
@@ -61,7 +67,7 @@ def decode_table(rows: Sequence[Row]) -> str:
     for model in dict.fromkeys(row["model"] for row in rows):
         mine = [row for row in rows if row["model"] == model]
         counts = sorted({row["requests"] for row in mine})
-        parts.append(_table([f"{model}, decode tok/s", *map(str, counts)], list(_decode_rows(mine, counts))))
+        parts.append(table([f"{model}, decode tok/s", *map(str, counts)], list(_decode_rows(mine, counts))))
     return "\n\n".join(parts)
 
 
@@ -110,7 +116,7 @@ def prefill_table(rows: Sequence[Row]) -> str:
         ]
         for row in rows
     ]
-    return _table(["prefill", "prompt", "tok/s", "TFLOPS", "of the product rate"], lines) if lines else ""
+    return table(["prefill", "prompt", "tok/s", "TFLOPS", "of the product rate"], lines)
 
 
 def kernel_table(rows: Iterable[Row]) -> str:
@@ -130,11 +136,13 @@ def kernel_table(rows: Iterable[Row]) -> str:
         share = f"{row['of_floor']:.0%}" if row["floor_us"] else ""
         error = "" if row["error"] is None else f"{row['error']:.1e}"
         lines.append([kernel, shape, row["variant"], f"{row['us']:.1f}", f"{row['floor_us']:.1f}", share, error])
-    return _table(["kernel", "shape", "variant", "µs", "floor µs", "of floor", "error"], lines) if lines else ""
+    return table(["kernel", "shape", "variant", "µs", "floor µs", "of floor", "error"], lines)
 
 
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def table(head: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Markdown, the first `left` columns to the left; short lines end in empty cells. Nothing without lines."""
     if not lines:
         return ""
-    rule = ["---", *("--:" for _ in head[1:])]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, rule, *lines])
+    rule = ["---" if i < left else "--:" for i in range(len(head))]
+    full = [[*line, *[""] * (len(head) - len(line))] for line in lines]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, rule, *full])

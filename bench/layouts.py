@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from bench.gpu import ENGINE, ROOT
-from bench.gpu_table import read_rows
+from bench.gpu_table import read_rows, table
 
 from headrace.config import LayoutConfig
 from headrace.mesh import FloatArray, Mesh, build_mesh
@@ -163,13 +163,6 @@ def prompt_table(spec: ModelSpec, ranks: dict[str, list[Row]], machine: Machine)
     head = ["layout", f"prompts of {CHUNK}, tokens/s", f"first token of {PROMPT}, ms", f"of {CHUNK}, ms"]
     head += ["fullest rank, GiB", f"{CHUNK} + {MORE} tokens: requests that fit", "decode of so many"]
     return table(head, lines)
-
-
-def table(head: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Markdown; the first `left` columns to the left."""
-    rule = ["---" if i < left else "--:" for i in range(len(head))]
-    full = [[*line, *[""] * (len(head) - len(line))] for line in lines]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, rule, *full])
 
 
 # --- the picture ----------------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ class LoneRank:
         hidden = torch.randn(most, self.spec.hidden, dtype=dtype, device=device)
         tokens = torch.randint(self.spec.vocab_size, (config.schedule.max_running,), device=device)
         comm = alone(self.mesh, rank, hidden, tokens)
-        stage = build_stage(config, source, self.spec, rank, comm, device, lambda done, total: None)
+        stage = build_stage(config, source, self.spec, self.mesh, rank, comm, device, lambda done, total: None)
         self.weight_bytes = stage.weight_bytes
         num_pages = self._pages(num_tokens) + config.schedule.max_running  # a slot's last page need not be full
         self._runner = prepare(stage, num_pages, config.model.max_len, Path()).runner

@@ -68,20 +68,20 @@ def bring_up(config: EngineConfig, rank: int, store: str, progress: Callable[[in
     comm = connect(
         mesh, rank, store, config.run.timeout_s, plans_in_window(mesh.pp, config.schedule.run_ahead), devices
     )
-    return build_stage(config, source, spec, rank, comm, device, progress)
+    return build_stage(config, source, spec, mesh, rank, comm, device, progress)
 
 
 def build_stage(
     config: EngineConfig,
     source: ModelSource,
     spec: ModelSpec,
+    mesh: Mesh,
     rank: int,
     comm: Comm,
     device: torch.device,
     progress: Callable[[int, int], None],
 ) -> Stage:
     """Build and load what a rank holds; `comm` is how it will reach the others."""
-    mesh = build_mesh(config.layout, spec)
     dtype = getattr(torch, config.model.dtype)
     started = time.monotonic()
     drawn = config.model.routing == "uniform"
